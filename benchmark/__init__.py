@@ -1,0 +1,1 @@
+"""Runnable tools around the server: demo model, demo, measurements. Not installed with the package."""

@@ -1,0 +1,180 @@
+"""The dispatch point: every operation of an eviction round, once for torch and once for Triton.
+
+Scores are float32 ``[layers, kv_heads, sum(candidates)]``, row ``r`` at ``rows.candidate_indptr[r]``, whatever
+the cache's dtype. Shapes, dtypes and devices are checked on the host; nothing is read back from the device.
+"""
+
+from __future__ import annotations
+
+import os
+from types import ModuleType
+from typing import Literal
+
+import torch
+
+from sgl_vase_kernels.layout import KVPool, QueryWindow, Rows
+
+Magnitude = Literal["range", "absmax", "l2", "variance"]
+MAGNITUDES: tuple[Magnitude, ...] = ("range", "absmax", "l2", "variance")
+Pooling = Literal["avg", "max", "none"]
+Group = Literal["mean", "max"]
+
+
+def backend(device: torch.device) -> str:
+    """What runs on ``device``: ``triton`` on CUDA, else ``torch``; ``SGL_VASE_KERNELS`` overrides."""
+    chosen = os.environ.get("SGL_VASE_KERNELS") or ("triton" if device.type == "cuda" else "torch")
+    if chosen not in ("triton", "torch"):
+        raise ValueError(f"SGL_VASE_KERNELS must be triton or torch, got {chosen!r}")
+    return chosen
+
+
+def _impl(device: torch.device) -> ModuleType:
+    if backend(device) == "triton":
+        from sgl_vase_kernels import triton_ops
+
+        return triton_ops
+    from sgl_vase_kernels import torch_ops
+
+    return torch_ops
+
+
+def _check_rows(pool: KVPool, rows: Rows) -> None:
+    if rows.slots.device != pool.device:
+        raise ValueError(f"rows.slots is on {rows.slots.device}, the pool on {pool.device}")
+
+
+def _check_scores(name: str, score: torch.Tensor, pool: KVPool, rows: Rows) -> None:
+    shape = (pool.layers, pool.heads, rows.candidate_indptr[-1])
+    if score.shape != shape or score.dtype != torch.float32 or score.device != pool.device:
+        raise ValueError(
+            f"{name} must be float32 {shape} on {pool.device}, got {score.dtype} {tuple(score.shape)} on {score.device}"
+        )
+
+
+def value_magnitude(pool: KVPool, rows: Rows, kind: Magnitude = "range") -> torch.Tensor:
+    """Magnitude of each candidate's value vector: max - min, max |v|, L2 norm or population variance."""
+    if kind not in MAGNITUDES:
+        raise ValueError(f"kind must be one of {', '.join(MAGNITUDES)}, got {kind!r}")
+    _check_rows(pool, rows)
+    return _impl(pool.device).value_magnitude(pool, rows, kind)  # type: ignore[no-any-return]
+
+
+def window_attention_scores(
+    pool: KVPool,
+    rows: Rows,
+    queries: QueryWindow,
+    *,
+    pool_width: int = 5,
+    pooling: Pooling = "avg",
+    group: Group = "mean",
+    last: int | None = None,
+) -> torch.Tensor:
+    """Attention that the window's queries pay to each candidate (SnapKV's observation window).
+
+    Softmax over the candidates alone, mean over the valid queries (the newest ``last`` of them), pooling
+    of odd ``pool_width`` along the candidates with zero padding, ``group`` over the query heads of a KV head.
+    """
+    if pool_width < 1 or pool_width % 2 == 0:
+        raise ValueError(f"pool_width must be odd and positive, got {pool_width}")
+    if pooling not in ("avg", "max", "none") or group not in ("mean", "max"):
+        raise ValueError(f"pooling must be avg, max or none and group mean or max, got {pooling!r}, {group!r}")
+    _check_rows(pool, rows)
+    ring = queries.ring
+    if ring.dim() != 5 or ring.shape[0] != pool.layers or ring.shape[4] != pool.k[0].shape[3]:
+        raise ValueError(
+            f"queries.ring must be [layers={pool.layers}, slots, window, q_heads, dim={pool.k[0].shape[3]}], "
+            f"got {tuple(ring.shape)}"
+        )
+    if ring.shape[3] % pool.heads:
+        raise ValueError(f"queries.ring has {ring.shape[3]} query heads, no multiple of {pool.heads} KV heads")
+    if not len(queries.slot) == len(queries.end) == len(queries.valid) == len(rows):
+        raise ValueError(f"queries describes {len(queries.slot)} requests, rows {len(rows)}")
+    if any(not 1 <= v <= ring.shape[2] for v in queries.valid):
+        raise ValueError(f"queries.valid must be in [1, window={ring.shape[2]}], got {queries.valid}")
+    return _impl(pool.device).window_attention_scores(  # type: ignore[no-any-return]
+        pool, rows, queries, pool_width=pool_width, pooling=pooling, group=group, last=last
+    )
+
+
+def projected_norms(pool: KVPool, rows: Rows, rank: int, *, fixed_round: bool = False) -> torch.Tensor:
+    """``||G^T k||^2 ||G^T v||^2`` with ``G ~ N(0, 1/rank)``, drawn for each request, layer and round.
+
+    ``fixed_round`` draws ``G`` once for each request and layer (CurDKV).
+    """
+    if rank < 1:
+        raise ValueError(f"rank must be positive, got {rank}")
+    _check_rows(pool, rows)
+    return _impl(pool.device).projected_norms(pool, rows, rank, fixed_round=fixed_round)  # type: ignore[no-any-return]
+
+
+def cosine_redundancy(pool: KVPool, rows: Rows, *, spare_newest: float | None = None) -> torch.Tensor:
+    """Mean cosine of each candidate's key with all candidates, itself counted as 0 (R-KV).
+
+    With ``spare_newest``, each key's cosine with its newest neighbour above that value counts as 0.
+    """
+    _check_rows(pool, rows)
+    return _impl(pool.device).cosine_redundancy(pool, rows, spare_newest=spare_newest)  # type: ignore[no-any-return]
+
+
+def key_norms(pool: KVPool, rows: Rows) -> torch.Tensor:
+    """L2 norm of each candidate's key."""
+    _check_rows(pool, rows)
+    return _impl(pool.device).key_norms(pool, rows)  # type: ignore[no-any-return]
+
+
+def mean_direction_cosine(pool: KVPool, rows: Rows) -> torch.Tensor:
+    """Cosine of each candidate's key with the mean of the normalised keys (KeyDiff)."""
+    _check_rows(pool, rows)
+    return _impl(pool.device).mean_direction_cosine(pool, rows)  # type: ignore[no-any-return]
+
+
+def select(
+    pool: KVPool,
+    rows: Rows,
+    score: torch.Tensor,
+    *,
+    race: bool = False,
+    sinks: bool = False,
+    reserve_score: torch.Tensor | None = None,
+    sinks_lead: bool = True,
+) -> torch.Tensor:
+    """Exactly ``keep`` candidates of each row: int64 ``[layers, kv_heads, sum(keep)]``, ascending in each row.
+
+    Order: forced before free, then higher score, then lower index; NaN last. ``sinks`` forces the first
+    ``rows.sinks`` candidates. ``reserve_score`` forces the ``rows.reserve`` highest of it; with ``sinks_lead`` the sinks rank
+    first among those.
+    ``race`` takes ``score`` as weights of a draw without replacement (largest ``log s - log E``,
+    ``E ~ Exp(1)``); candidates of no positive weight come last, uniformly.
+    """
+    _check_rows(pool, rows)
+    _check_scores("score", score, pool, rows)
+    if reserve_score is not None:
+        _check_scores("reserve_score", reserve_score, pool, rows)
+    return _impl(pool.device).select(  # type: ignore[no-any-return]
+        pool, rows, score, race=race, sinks=sinks, reserve_score=reserve_score, sinks_lead=sinks_lead
+    )
+
+
+def compact(pool: KVPool, rows: Rows, kept: torch.Tensor, *, keep_order: bool) -> None:
+    """Move the survivors to the first ``keep`` entries of each row and the buffer right behind, in place.
+
+    ``kept`` is what ``select`` returns. With ``keep_order`` survivors stay in time order; without, only those
+    behind the cut move, into the holes before it. Entries past ``keep + buffer`` keep stale contents.
+    """
+    _check_rows(pool, rows)
+    shape = (pool.layers, pool.heads, rows.keep_indptr[-1])
+    if kept.shape != shape or kept.dtype != torch.int64 or kept.device != pool.device:
+        raise ValueError(
+            f"kept must be int64 {shape} on {pool.device}, got {kept.dtype} {tuple(kept.shape)} on {kept.device}"
+        )
+    _impl(pool.device).compact(pool, rows, kept, keep_order=keep_order)
+
+
+def store_queries(ring: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, q: torch.Tensor) -> None:
+    """``ring[slots[t], positions[t] % window] = q[t]`` for one layer's ring ``[slots, window, q_heads, dim]``.
+
+    Plain device work on given buffers: a CUDA graph captures it.
+    """
+    if q.shape != (slots.shape[0], *ring.shape[2:]):
+        raise ValueError(f"q must be {(slots.shape[0], *ring.shape[2:])}, got {tuple(q.shape)}")
+    ring[slots, positions % ring.shape[1]] = q.to(ring.dtype)

@@ -1,0 +1,61 @@
+"""What a request may still take from the pool: its bounded footprint, not its whole future.
+
+An evicting row never has more than ``T_eff + B`` slots (page rounding on top). SGLang budgets by
+``max_new_tokens`` in three places; each is given the smaller of the two numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sgl_vase_srt import scheduler
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.schedule_policy import PrefillAdder
+
+
+def headroom(req: Req, tree_cache: Any) -> int:
+    """Slots that the row of ``req`` may still gain: at most up to its footprint, never below zero.
+
+    A waiting request is counted from its whole prompt: its prefill is budgeted separately.
+    """
+    runtime = scheduler.runtime()
+    held = req.kv.kv_allocated_len or len(req.origin_input_ids) + len(req.output_ids)
+    return max(0, runtime.config.footprint(runtime.shared_prefix(req, tree_cache)) - held)
+
+
+def running_offset(offset: float, adder: PrefillAdder, req: Req) -> float:
+    """Expected growth of a running request."""
+    return min(offset, headroom(req, adder.tree_cache))
+
+
+def add_request(original: Callable[..., Any], adder: PrefillAdder, req: Req, *args: Any, **kwargs: Any) -> Any:
+    """Admit ``req`` with the output budget that its row can take.
+
+    The separate ignore-EOS path simulates with logical lengths, so it is not taken.
+    """
+    params = req.sampling_params
+    asked, ignore_eos = params.max_new_tokens, params.ignore_eos
+    params.max_new_tokens = min(asked, len(req.output_ids) + headroom(req, adder.tree_cache))
+    params.ignore_eos = False
+    try:
+        return original(adder, req, *args, **kwargs)
+    finally:
+        params.max_new_tokens, params.ignore_eos = asked, ignore_eos
+
+
+def worker_info(info: tuple[Any, ...], worker: Any) -> tuple[Any, ...]:
+    """The longest request is bounded by the model's context, not by the pool (field 4 of the tuple)."""
+    return (*info[:4], worker.model_config.context_len - 1, *info[5:])
+
+
+def output_limit(
+    limit: int | None, allocator: Any, input_tokens: int, max_new_tokens: int, *, token_capacity: int, **_: Any
+) -> int | None:
+    """A request whose bounded footprint fits an empty pool may generate as much as it asks for."""
+    config = scheduler.runtime().config
+    page = allocator.page_size
+    most = max(input_tokens, config.footprint(input_tokens)) + page
+    return max_new_tokens if -(-most // page) * page + 1 <= token_capacity else limit

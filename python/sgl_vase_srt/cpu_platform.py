@@ -1,0 +1,49 @@
+"""A portable CPU platform for SGLang: torch-native attention, no AMX, no CPU build of ``sgl_kernel``.
+
+SGLang's own CPU engine (``SGLANG_USE_CPU_ENGINE=1``) needs a CPU build of ``sgl_kernel`` that PyPI does not have.
+This platform needs PyTorch only: slow, but the same scheduler, KV pool and radix cache as on a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import entry_points
+from typing import Any
+
+import torch
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+
+NAME = "vase_cpu"
+
+
+class PortableCpuPlatform(CpuDeviceMixin, SRTPlatform):
+    """CPU device operations of SGLang under the identity of an out-of-tree platform, without any capability."""
+
+    # Out of tree, not CPU: the CPU paths of SGLang's layers call ops of the CPU build of sgl_kernel.
+    _enum = PlatformEnum.OOT
+    capabilities = PlatformCapabilities()
+
+    def get_default_attention_backend(self) -> str:
+        return "torch_native"
+
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        """Choose what runs with PyTorch alone, where the user has not chosen."""
+        if server_args.sampling_backend is None:
+            server_args.sampling_backend = "pytorch"
+
+
+def activate() -> str | None:
+    """Entry point of ``sglang.srt.platforms``: the platform's dotted name, or ``None`` to leave the field to others.
+
+    With ``SGLANG_PLATFORM=vase_cpu`` it serves on any machine without an accelerator; unasked, only where SGLang
+    would find no platform at all.
+    """
+    if torch.accelerator.is_available():
+        return None
+    asked = os.environ.get("SGLANG_PLATFORM") == NAME
+    others = any(point.name != NAME for point in entry_points(group="sglang.srt.platforms"))
+    if not asked and (others or os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1"):
+        return None
+    return f"{__name__}.{PortableCpuPlatform.__name__}"

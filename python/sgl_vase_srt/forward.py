@@ -1,0 +1,99 @@
+"""The model's side: logical positions, and the queries that policies score with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sgl_vase_kernels import ops
+
+from sgl_vase_srt import scheduler
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+def attention_layers(runner: ModelRunner) -> list[RadixAttention]:
+    """The model's attention layers in order. Raises ``ValueError`` for what the scores do not model."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    pool = runner.token_to_kv_pool
+    if type(pool) is not MHATokenToKVPool or pool.kv_cache_layout != "nhd":
+        raise ValueError(
+            f"--eviction needs the plain NHD token pool of multi-head attention, this model has {type(pool).__name__}"
+        )
+    layers = sorted((m for m in runner.model.modules() if isinstance(m, RadixAttention)), key=lambda m: m.layer_id)
+    first = layers[0]
+    for layer in layers:
+        if layer.logit_cap or layer.sliding_window_size > 0 or layer.is_cross_attention:
+            raise ValueError(
+                f"--eviction needs plain causal attention: layer {layer.layer_id} has a logit cap, a sliding window "
+                "or cross attention"
+            )
+        if (layer.scaling, layer.tp_q_head_num, layer.head_dim) != (first.scaling, first.tp_q_head_num, first.head_dim):
+            raise ValueError(f"--eviction needs equal attention layers: layer {layer.layer_id} differs from the first")
+    if [layer.layer_id for layer in layers] != list(range(pool.start_layer, pool.start_layer + pool.layer_num)):
+        raise ValueError(f"--eviction needs one attention layer a KV layer, found {len(layers)} for {pool.layer_num}")
+    return layers
+
+
+def prepare(forward_batch: ForwardBatch, cls: type, batch: ScheduleBatch, model_runner: ModelRunner, **_: Any) -> None:
+    """Give decode rows their logical positions and say which queries of this forward are captured."""
+    runtime = scheduler.runtime()
+    mode = forward_batch.forward_mode
+    if mode.is_decode():
+        if any(scheduler.state_of(req).evictions for req in batch.reqs):
+            forward_batch.positions = (batch.orig_seq_lens - 1).to(forward_batch.positions.dtype)
+        forward_batch.vase_capture = any(scheduler.state_of(req).ring_slot for req in batch.reqs)
+        return
+    if not mode.is_extend():
+        return
+    decoding = len(batch.decoding_reqs or ())
+    if decoding:
+        positions = forward_batch.positions.clone()
+        positions[-decoding:] = (batch.orig_seq_lens[-decoding:] - 1).to(positions.dtype)
+        forward_batch.positions = positions
+        forward_batch.vase_logical_lens = torch.cat(
+            [batch.seq_lens[:-decoding], batch.orig_seq_lens[-decoding:].to(batch.seq_lens.dtype)]
+        )
+    forward_batch.vase_tokens = runtime.window_tokens(batch, decoding) if runtime.ring is not None else None
+
+
+def sample_at_logical_length(
+    original: Callable[..., Any], runner: ModelRunner, logits_output: Any, forward_batch: ForwardBatch
+) -> Any:
+    """Sample a mixed batch with logical lengths: its seeded noise is a function of the position."""
+    logical = getattr(forward_batch, "vase_logical_lens", None)
+    if logical is None:
+        return original(runner, logits_output, forward_batch)
+    physical, forward_batch.seq_lens = forward_batch.seq_lens, logical
+    try:
+        return original(runner, logits_output, forward_batch)
+    finally:
+        forward_batch.seq_lens = physical
+
+
+def capture_queries(
+    layer: RadixAttention, q: torch.Tensor, k: Any, v: Any, forward_batch: ForwardBatch, *_: Any, **__: Any
+) -> None:
+    """Write this forward's post-RoPE queries ``[tokens, heads * dim]`` into the layer's ring.
+
+    Decode writes every row through the slot table (slot 0 is scratch): static buffers only, so a CUDA
+    graph captures it; batches built without our hook (graph capture) always write.
+    """
+    runtime = scheduler.runtime()
+    ring = runtime.ring
+    assert ring is not None
+    q = q.view(-1, layer.tp_q_head_num, layer.head_dim)
+    if forward_batch.forward_mode.is_decode():
+        if getattr(forward_batch, "vase_capture", True):
+            slots = ring.table[forward_batch.req_pool_indices]
+            ops.store_queries(ring.layer(layer.layer_id), slots, forward_batch.positions, q)
+    elif (tokens := getattr(forward_batch, "vase_tokens", None)) is not None:
+        index, slots, positions = tokens
+        ops.store_queries(ring.layer(layer.layer_id), slots, positions, q[index])

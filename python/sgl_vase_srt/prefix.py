@@ -1,0 +1,33 @@
+"""What the radix tree may own of a request that evicts.
+
+    req_to_token[row]:  0 ...... P | P ........ P+K | P+K ..... P+K+B | (freed)
+                        protected  | survivors      | buffer          |
+    owner:              radix tree | this request   | this request    | pool
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sgl_vase_srt import scheduler
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+
+
+def release(original: Callable[..., Any], req: Req, tree_cache: BasePrefixCache, *, checkpoint: bool) -> Any:
+    """Keep an evicted row out of the tree: its protected part is in there already, the rest is no prefix."""
+    return original(req, tree_cache, checkpoint=scheduler.finish(req) and checkpoint)
+
+
+def checkpoint(original: Callable[..., Any], req: Req, tree_cache: BasePrefixCache) -> Any:
+    """Publish at most the prompt. A retracted request prefills its outputs too; owned by the tree,
+    they could never be compacted again."""
+    prompt = len(req.origin_input_ids)
+    if req.extend_end <= prompt or req.skip_radix_cache_insert:
+        return original(req, tree_cache)
+    tree_cache.checkpoint(req, up_to=prompt)
+    req.prefix_len = req.extend_end
+    return None

@@ -1,0 +1,409 @@
+"""The scheduler's side: who is due, the round in two halves, and the end of a request.
+
+A round is *planned* on the schedule stream from host integers (tail slots go back to the pool, lengths
+shrink) and *executed* on the forward stream before the next forward, which is the first reader of the
+shorter row and the first writer of the freed slots.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sgl_vase_kernels import KVPool, QueryWindow, Rows, ops
+
+from sgl_vase import EvictionConfig, Policy, Round, RowPlan, policy_class
+from sgl_vase.policy import FIRST_POSITIONS
+from sgl_vase.randomness import request_key
+from sgl_vase_srt import compat
+from sgl_vase_srt.ring import QueryRing
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.tp_worker import TpModelWorker
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class RequestState:
+    """What eviction remembers of one request between its prefill and its end."""
+
+    seed: int
+    evictions: int = 0
+    evicted_tokens: int = 0
+    ring_slot: int = 0
+    captured_from: int = 0
+    """First logical position whose query is in the ring."""
+    kept: int = 0
+    """Leading private entries that survived the last round."""
+    kv_tokens: int | None = None
+    """Physical length at the end, once the row is released."""
+
+
+@dataclass(frozen=True)
+class _Due:
+    """One planned cut, with the row's slots as they were when it was planned."""
+
+    state: RequestState
+    req: Req
+    plan: RowPlan
+    slots: torch.Tensor
+    round: int
+    carried: int
+    ring_slot: int
+    end: int
+    valid: int
+
+
+@dataclass
+class Totals:
+    """Counted since the start of the process."""
+
+    evictions: int = 0
+    evicted_tokens: int = 0
+
+
+@dataclass
+class Runtime:
+    """Eviction in one scheduler process."""
+
+    config: EvictionConfig
+    policy: Policy
+    pool: KVPool
+    req_to_token: torch.Tensor
+    page_size: int
+    scale: float
+    forward_stream: Any
+    ring: QueryRing | None
+    state: torch.Tensor | None
+    totals: Totals = field(default_factory=Totals)
+    counters: Any = None
+    _pending: list[_Due] = field(default_factory=list)
+
+    # ------------------------------------------------------------------ plan
+
+    def plan(self, batch: ScheduleBatch) -> None:
+        """Cut every due row of a decode batch: free its tail, shrink its lengths, queue the move."""
+        cuts: dict[int, int] = {}
+        for i, req in enumerate(batch.reqs):
+            # Before its first decode step is behind it, a prefill's result may be unprocessed:
+            # the protected length is stale and its slots may still be the tree's.
+            if req.decode_batch_idx < 1 or not req.kv.holds_kv:
+                continue
+            state = state_of(req)
+            length, protected = req.kv.kv_allocated_len, req.kv.cache_protected_len
+            if self.ring is not None and not state.ring_slot and length >= self.config.target(protected):
+                self._start_capture(req, logical_length(req, batch))
+            plan = self.config.plan_row(length, protected)
+            if plan is not None and self._window_full(state, req, batch):
+                cuts[i] = self._cut(req, state, plan, batch)
+        if not cuts:
+            return
+        delta = torch.zeros(len(batch.reqs), dtype=batch.seq_lens.dtype)
+        delta[list(cuts)] = torch.tensor(list(cuts.values()), dtype=delta.dtype)
+        # New tensors: the previous forward may still read the old ones.
+        batch.seq_lens = batch.seq_lens - delta.to(batch.seq_lens.device, non_blocking=True)
+        batch.seq_lens_cpu = batch.seq_lens_cpu - delta.to(batch.seq_lens_cpu.dtype)
+        batch.seq_lens_sum = None
+
+    def _window_full(self, state: RequestState, req: Req, batch: ScheduleBatch) -> bool:
+        if self.ring is None:
+            return True
+        return logical_length(req, batch) - state.captured_from >= self.ring.window
+
+    def _start_capture(self, req: Req, position: int) -> None:
+        """Queries from ``position`` on go into the ring."""
+        assert self.ring is not None
+        state = state_of(req)
+        state.ring_slot = self.ring.take(req.kv.req_pool_idx)
+        state.captured_from = position
+
+    def _cut(self, req: Req, state: RequestState, plan: RowPlan, batch: ScheduleBatch) -> int:
+        row = self.req_to_token[req.kv.req_pool_idx]
+        end = logical_length(req, batch)
+        self._pending.append(
+            _Due(
+                state=state,
+                req=req,
+                plan=plan,
+                slots=row[plan.protected : plan.length].to(torch.int64),
+                round=state.evictions,
+                carried=state.kept,
+                ring_slot=state.ring_slot,
+                end=end,
+                valid=min(self.config.buffer, end - state.captured_from) if self.ring is not None else 0,
+            )
+        )
+        free_from = -(-plan.target // self.page_size) * self.page_size
+        if free_from < plan.length:
+            batch.tree_cache.free_kv_row(req.kv, [(free_from, plan.length)])
+        req.kv.kv_committed_len = req.kv.kv_allocated_len = plan.target
+        evicted = plan.length - plan.target
+        state.evictions += 1
+        state.evicted_tokens += evicted
+        state.kept = plan.keep
+        self.totals.evictions += 1
+        self.totals.evicted_tokens += evicted
+        if self.counters is not None:
+            self.counters.add(evicted)
+        return evicted
+
+    # --------------------------------------------------------------- execute
+
+    def execute(self) -> None:
+        """Enqueue the move of all planned cuts; call on the forward stream."""
+        if self.ring is not None:
+            self.ring.flush()
+        due, self._pending = self._pending, []
+        if not due:
+            return
+        for d in due:
+            if d.slots.is_cuda:
+                d.slots.record_stream(torch.cuda.current_stream())
+        plans = [d.plan for d in due]
+        rows = Rows(
+            slots=torch.cat([d.slots for d in due]),
+            lengths=tuple(p.length - p.protected for p in plans),
+            buffer=self.config.buffer,
+            first=tuple(p.protected for p in plans),
+            keep=tuple(p.keep for p in plans),
+            reserve=tuple(p.reserve for p in plans),
+            sinks=tuple(max(0, FIRST_POSITIONS - p.protected) for p in plans),
+            seed=tuple(d.state.seed for d in due),
+            round=tuple(d.round for d in due),
+            carried=tuple(d.carried for d in due),
+        )
+        queries = None
+        if self.ring is not None:
+            queries = QueryWindow(
+                self.ring.data,
+                slot=tuple(d.ring_slot for d in due),
+                end=tuple(d.end for d in due),
+                valid=tuple(d.valid for d in due),
+                scale=self.scale,
+            )
+        kept = self.policy.select(Round(self.pool, rows, queries, self.state))
+        ops.compact(self.pool, rows, kept, keep_order=self.policy.needs_order)
+
+    # ---------------------------------------------------------------- window
+
+    def window_tokens(
+        self, batch: ScheduleBatch, decoding: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """Tokens of an extend (or mixed) forward whose queries are kept: int64 indices into the
+        forward's tokens, ring slots, logical positions.
+
+        A prefill matters when its row will be due at once: the newest ``B`` queries of a long
+        private part. What the tree will own is not private.
+        """
+        assert self.ring is not None
+        index: list[int] = []
+        slots: list[int] = []
+        positions: list[int] = []
+        start = 0
+        first_decoding = len(batch.reqs) - decoding
+        for i, (req, extend) in enumerate(zip(batch.reqs, batch.extend_lens, strict=True)):
+            state = state_of(req)
+            if i >= first_decoding:
+                low = high = logical_length(req, batch) - 1
+                high += 1
+            else:
+                low, high = self._prefill_window(req, state, batch.prefix_lens[i], extend, batch)
+            if state.ring_slot and low < high:
+                first = start + (low - batch.prefix_lens[i] if i < first_decoding else 0)
+                index += range(first, first + high - low)
+                positions += range(low, high)
+                slots += [state.ring_slot] * (high - low)
+            start += extend
+        if not index:
+            return None
+        self.ring.flush()
+        device = self.pool.device
+        return tuple(  # type: ignore[return-value]
+            torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True) for values in (index, slots, positions)
+        )
+
+    def _prefill_window(
+        self, req: Req, state: RequestState, prefix: int, extend: int, batch: ScheduleBatch
+    ) -> tuple[int, int]:
+        """Positions ``[low, high)`` of this chunk whose queries are kept."""
+        total = len(req.full_untruncated_fill_ids)
+        if total < self.config.target(self.shared_prefix(req, batch.tree_cache)):
+            return 0, 0
+        low, high = max(prefix, total - self.config.buffer), prefix + extend
+        if low < high and not state.ring_slot:
+            self._start_capture(req, low)
+        return low, high
+
+    def shared_prefix(self, req: Req, tree_cache: Any) -> int:
+        """Tokens of the row that the tree owns, or will once the prefill's result is processed."""
+        owned = req.kv.cache_protected_len
+        if getattr(tree_cache, "disable", False) or req.skip_radix_cache_insert:
+            return owned
+        return max(owned, len(req.origin_input_ids) // self.page_size * self.page_size)
+
+    # ------------------------------------------------------------------- end
+
+    def forget(self, req: Req) -> None:
+        """Drop what is planned or held for ``req``."""
+        self._pending = [d for d in self._pending if d.req is not req]
+        state = state_of(req)
+        if state.ring_slot:
+            assert self.ring is not None
+            self.ring.give_back(req.kv.req_pool_idx, state.ring_slot)
+            state.ring_slot = 0
+
+    def record(self, state: RequestState, kv_tokens: int) -> dict[str, Any]:
+        """What an answer says about eviction."""
+        return {
+            "policy": self.config.policy,
+            "budget": self.config.budget,
+            "evictions": state.evictions,
+            "evicted_tokens": state.evicted_tokens,
+            "kv_tokens": kv_tokens,
+        }
+
+
+_runtime: Runtime | None = None
+
+
+def runtime() -> Runtime:
+    """The runtime of this process; there is one once the model worker has its pools."""
+    assert _runtime is not None
+    return _runtime
+
+
+def state_of(req: Req) -> RequestState:
+    """The request's eviction state, made on first use."""
+    state: RequestState | None = getattr(req, "eviction_state", None)
+    if state is None:
+        params = req.sampling_params
+        if params.sampling_seed is not None:
+            request_seed = params.sampling_seed
+        elif params.top_k == 1:  # greedy: answers must not depend on the request's id
+            request_seed = 0
+        else:
+            request_seed = int.from_bytes(hashlib.blake2b(req.rid.encode(), digest_size=8).digest(), "little")
+        state = req.eviction_state = RequestState(request_key(runtime().config.seed, request_seed))
+    return state
+
+
+def logical_length(req: Req, batch: ScheduleBatch) -> int:
+    """Tokens whose KV was ever written for ``req``: physical length plus what was evicted."""
+    return req.kv.kv_allocated_len + state_of(req).evicted_tokens
+
+
+# ---------------------------------------------------------------------- hooks
+
+
+def attach(_: None, worker: TpModelWorker, *args: Any, **kwargs: Any) -> None:
+    """Build the runtime once the worker has its pools."""
+    global _runtime
+    from sgl_vase_srt import forward, hooks, metrics, server_args
+
+    config = server_args.active
+    assert config is not None
+    runner = worker.model_runner
+    try:
+        hooks.verify()
+        compat.check_model(runner.model_config)
+        layers = forward.attention_layers(runner)
+    except ValueError as error:
+        logger.error("error: %s", error)
+        raise SystemExit(1) from None
+    kv = runner.token_to_kv_pool
+    policy = policy_class(config.policy)(config.options)
+    pool = KVPool.from_slots(
+        kv.k_buffer,
+        kv.v_buffer,
+        layer_offset=kv.start_layer,
+        head_offset=_head_offset(runner, kv.head_num),
+    )
+    rows = runner.req_to_token_pool.req_to_token.shape[0]
+    ring = None
+    if policy.needs_queries:
+        ring = QueryRing(
+            layers=len(layers),
+            slots=min(runner.max_running_requests, kv.size // config.private_floor + 1),
+            window=config.buffer,
+            q_heads=layers[0].tp_q_head_num,
+            dim=layers[0].head_dim,
+            dtype=runner.dtype,
+            device=pool.device,
+            rows=rows,
+            first_layer=kv.start_layer,
+        )
+    _runtime = Runtime(
+        config=config,
+        policy=policy,
+        pool=pool,
+        req_to_token=runner.req_to_token_pool.req_to_token,
+        page_size=kv.page_size,
+        scale=layers[0].scaling,
+        forward_stream=runner.forward_stream,
+        ring=ring,
+        counters=metrics.counters(),
+        state=torch.zeros(pool.layers, pool.heads, pool.slots, device=pool.device) if policy.needs_state else None,
+    )
+    logger.info(
+        "KV eviction is on: %s, %s kernels; pool %d tokens, %d a request at most beside a protected prefix, query ring %.1f MiB",
+        config.as_dict(),
+        ops.backend(pool.device),
+        kv.size,
+        config.footprint(),
+        ring.nbytes / 2**20 if ring is not None else 0.0,
+    )
+
+
+def _head_offset(runner: ModelRunner, heads: int) -> int:
+    """Global index of this rank's first KV head (heads may be replicated over ranks)."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    total = runner.model_config.get_total_num_kv_heads()
+    return parallel.attn_tp_rank * total // parallel.attn_tp_size if heads * parallel.attn_tp_size >= total else 0
+
+
+def plan(batch: ScheduleBatch, selected_indices: list[int] | None = None) -> None:
+    if selected_indices is None:
+        runtime().plan(batch)
+
+
+def execute(worker: TpModelWorker, *args: Any, **kwargs: Any) -> None:
+    runtime().execute()
+
+
+def forget(_: None, req: Req) -> None:
+    """After a retraction: the state starts over with the rebuilt row."""
+    req.eviction_state = None
+
+
+def finish(req: Req) -> bool:
+    """The row of ``req`` is about to be released: settle its state. True if it was never evicted."""
+    if not req.kv.holds_kv:
+        return True
+    state = state_of(req)
+    state.kv_tokens = req.kv.kv_committed_len
+    runtime().forget(req)
+    return state.evictions == 0
+
+
+def report_ready(info: dict[str, Any], scheduler: Any) -> dict[str, Any]:
+    """Tell the launcher that this scheduler evicts: its hooks were verified when the pools were built."""
+    return {**info, "eviction_ready": runtime().config.policy}
+
+
+def require_ready(infos: list[dict[str, Any]], *args: Any, **kwargs: Any) -> None:
+    """Raise unless every scheduler process said that its hooks are in place."""
+    from sgl_vase_srt import server_args
+
+    if server_args.active is not None and any(info.get("eviction_ready") is None for info in infos):
+        raise RuntimeError(
+            f"--eviction {server_args.active.policy} cannot serve: a scheduler process runs without the sgl_vase "
+            "plugin (is SGLANG_PLUGINS set without sgl_vase, or did the plugin fail to load there? see its log above)"
+        )
