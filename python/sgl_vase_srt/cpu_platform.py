@@ -16,6 +16,7 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 NAME = "vase_cpu"
+DEFAULT_POOL_TOKENS = 65536
 
 
 class PortableCpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -25,6 +26,10 @@ class PortableCpuPlatform(CpuDeviceMixin, SRTPlatform):
     _enum = PlatformEnum.OOT
     capabilities = PlatformCapabilities()
 
+    def get_device(self, device_id: int = 0) -> str:
+        """The default of ``--device``: SGLang expects the string that ``DeviceMixin`` promises, not a device."""
+        return self.device_type
+
     def get_default_attention_backend(self) -> str:
         return "torch_native"
 
@@ -32,6 +37,9 @@ class PortableCpuPlatform(CpuDeviceMixin, SRTPlatform):
         """Choose what runs with PyTorch alone, where the user has not chosen."""
         if server_args.sampling_backend is None:
             server_args.sampling_backend = "pytorch"
+        if server_args.max_total_tokens is None:
+            # SGLang would fill most of the host's memory, page by page at every start.
+            server_args.max_total_tokens = DEFAULT_POOL_TOKENS
 
 
 def activate() -> str | None:

@@ -18,7 +18,6 @@ REL = 1e-5
 """Relative rounding error granted to a score that the package sums and exponentiates in float32."""
 ROUND = 2.0**-22
 """Relative rounding error granted to a handful of float32 operations."""
-RANK = 20
 
 
 @dataclass(eq=False)
@@ -84,8 +83,8 @@ def check(kept: np.ndarray, ranking: Ranking, count: int) -> int:
     extra, missing = sorted(set(kept) - set(expected)), sorted(set(expected) - set(kept))
     if extra:
         dropped = np.setdiff1d(np.arange(n), kept)
-        worst = min((ranking.tier[i], ranking.score[i] + ranking.slack[i]) for i in kept)
-        best = max((ranking.tier[i], ranking.score[i] - ranking.slack[i]) for i in dropped)
+        worst = min((ranking.tier[i], ranking.score[i] + ranking.slack[i], -i) for i in kept)
+        best = max((ranking.tier[i], ranking.score[i] - ranking.slack[i], -i) for i in dropped)
 
         def show(indices: list[int]) -> str:
             return ", ".join(f"{i}: ({ranking.tier[i]}, {ranking.score[i]:.9g})" for i in indices[:8])
@@ -137,11 +136,11 @@ def race(weights: np.ndarray, slack: np.ndarray, row: Row, layer: int, head: int
 
 
 @cache
-def projection(dim: int, seed: int, layer: int, round: int) -> np.ndarray:
-    """DKV's ``G``: ``[dim, 20]`` of variance 1/20."""
-    x0, x1, _, _ = philox((np.arange(dim * RANK), layer << 16, round, 1), halves(seed))
+def projection(dim: int, seed: int, layer: int, round: int, columns: int) -> np.ndarray:
+    """DKV's ``G``: ``[dim, columns]`` of variance 1/columns."""
+    x0, x1, _, _ = philox((np.arange(dim * columns), layer << 16, round, 1), halves(seed))
     normal = np.sqrt(-2 * np.log(unit(x0))) * np.cos(2 * np.pi * unit(x1))
-    return normal.reshape(dim, RANK) / math.sqrt(RANK)
+    return normal.reshape(dim, columns) / math.sqrt(columns)
 
 
 # --- scores ---------------------------------------------------------------------------------------------------------
@@ -223,20 +222,20 @@ def close_cut(ranking: Ranking, count: int) -> bool:
     if not 0 < count < len(order):
         return False
     a, b = order[count - 1], order[count]
-    gap = ranking.score[a] - ranking.score[b]
-    return bool(ranking.tier[a] == ranking.tier[b] and 0 < gap <= ranking.slack[a] + ranking.slack[b])
+    worse, better = ranking.score[a] - ranking.slack[a], ranking.score[b] + ranking.slack[b]
+    return bool(ranking.tier[a] == ranking.tier[b] and ranking.score[a] > ranking.score[b] and worse <= better)
 
 
-def dkv(row: Row, layer: int, head: int, fresh=True) -> Ranking:
+def dkv(row: Row, layer: int, head: int, fresh=True, columns=20) -> Ranking:
     score = np.ones(row.n)
     for x in (row.k[layer, head], row.v[layer, head]):
-        g = projection(x.shape[1], row.seed, row.layer_offset + layer, row.round if fresh else 0)
-        score = score * np.array([sum((x_i * column).sum() ** 2 for column in g.T) for x_i in x])
+        g = projection(x.shape[1], row.seed, row.layer_offset + layer, row.round if fresh else 0, columns)
+        score = score * np.array([sum((x_i * g_j).sum() ** 2 for g_j in g.T) for x_i in x])
     return rank(score, REL * np.abs(score), row.sinks)
 
 
-def curdkv(row: Row, layer: int, head: int) -> Ranking:
-    return dkv(row, layer, head, fresh=False)
+def curdkv(row: Row, layer: int, head: int, columns=20) -> Ranking:
+    return dkv(row, layer, head, fresh=False, columns=columns)
 
 
 def snapkv(row: Row, layer: int, head: int) -> Ranking:

@@ -35,8 +35,33 @@ def entry(policy: str, scorer: Callable[..., oracle.Ranking], options: dict[str,
 
 POLICIES = {
     "vase-attnv": entry("vase-attnv", oracle.attnv),
+    "vase-attnv/top": entry("vase-attnv", oracle.attnv, {"sampling": False}, sampling=False),
+    "vase-attnv/absmax": entry("vase-attnv", oracle.attnv, {"magnitude": "absmax"}, size="absmax"),
+    "vase-attnv/l2": entry("vase-attnv", oracle.attnv, {"magnitude": "l2"}, size="l2"),
+    "vase-attnv/variance": entry("vase-attnv", oracle.attnv, {"magnitude": "variance"}, size="variance"),
+    "vase-attnv/no-sinks": entry("vase-attnv", oracle.attnv, {"sinks": False}, sinks=False),
+    "vase-attnv/pool-1": entry("vase-attnv", oracle.attnv, {"pool_width": 1}, width=1),
+    "vase-attnv/pool-9-top": entry(
+        "vase-attnv", oracle.attnv, {"pool_width": 9, "sampling": False}, width=9, sampling=False
+    ),
     "vase-dkv": entry("vase-dkv", oracle.dkv),
+    "vase-dkv/rank-7": entry("vase-dkv", oracle.dkv, {"rank": 7}, columns=7),
     "snapkv": entry("snapkv", oracle.snapkv),
+    "curdkv": entry("curdkv", oracle.curdkv),
+    "r-kv": entry("r-kv", oracle.rkv),
+    "r-kv/lam": entry("r-kv", oracle.rkv, {"lam": 0.1}, lam=0.1),
+    "r-kv/spare": entry("r-kv", oracle.rkv, {"spare_newest": True}, spare_newest=True),
+    "r-kv/own": entry("r-kv", oracle.rkv, {"variant": "r-kv", "spare_newest": True}, own=True, spare_newest=True),
+    "random": entry("random", oracle.random),
+    "random/no-sinks": entry("random", oracle.random, {"sinks": False}, sinks=False),
+    "streaming": entry("streaming", oracle.streaming),
+    "keydiff": entry("keydiff", oracle.keydiff),
+    "knorm": entry("knorm", oracle.knorm),
+    "value-range": entry("value-range", oracle.value_range),
+    "value-range/no-sinks": entry("value-range", oracle.value_range, {"sinks": False}, sinks=False),
+    "evict-large-range": entry("evict-large-range", oracle.evict_large_range),
+    "evict-large-range/sinks": entry("evict-large-range", oracle.evict_large_range, {"sinks": True}, sinks=True),
+    "h2o": entry("h2o", oracle.h2o),
 }
 """The one table: a new policy or switch without a line here fails ``test_table_is_complete``."""
 
@@ -56,9 +81,9 @@ class Request:
 RAGGED = (
     Request(41, 40, 10, 4),
     Request(97, 33, 8, 4, valid=3),
-    Request(64, 1, 1, 0, valid=1),
+    Request(64, 2, 1, 4, valid=1),
     Request(300, 60, 2, 4),
-    Request(130, 65, 0, 2, valid=0),
+    Request(130, 65, 0, 2, valid=2),
     Request(50, 50, 12, 4),
     Request(70, 0, 0, 4),
 )
@@ -164,7 +189,9 @@ SHAPES = {
         FLOAT32, "HND", 16, 2, 2, 64, 64, tuple(Request(60, k, 2, 1) for k in (8, 20, 59, 3)), edit=lonely, exact=True
     ),
     "broken-fp32": Shape(FLOAT32, "NHD", 1, 2, 2, 64, 64, tuple(Request(60, 24, 6, 4) for _ in range(6)), edit=broken),
-    "broken-bf16": Shape(BFLOAT16, "HND", 16, 2, 1, 80, 80, tuple(Request(60, 24, 6, 4) for _ in range(6)), edit=broken),
+    "broken-bf16": Shape(
+        BFLOAT16, "HND", 16, 2, 1, 80, 80, tuple(Request(60, 24, 6, 4) for _ in range(6)), edit=broken
+    ),
     "large-fp16": Shape(FLOAT16, "NHD", 16, 2, 2, 128, 128, edit=large),
 }
 
@@ -202,7 +229,9 @@ def build(name: str) -> Case:
     k = torch.full((shape.layers, count, shape.heads, shape.k_dim), torch.nan).to(shape.dtype)
     v = torch.full((shape.layers, count, shape.heads, shape.v_dim), torch.nan).to(shape.dtype)
     ring = torch.full(
-        (shape.layers, len(batch) + 2, shape.window, shape.heads * shape.group, shape.k_dim), torch.nan, dtype=ring_dtype
+        (shape.layers, len(batch) + 2, shape.window, shape.heads * shape.group, shape.k_dim),
+        torch.nan,
+        dtype=ring_dtype,
     )
     state = torch.full((shape.layers, shape.heads, count), torch.nan)
     ring_slot = rng.permutation(len(batch) + 2)[: len(batch)]
@@ -343,3 +372,226 @@ def test_kept_sets(name, shape):
     print(name, shape, tally)
     allowed = 0 if SHAPES[shape].exact else 1
     assert tally.swapped <= allowed and tally.undecided <= 1, tally
+
+
+@pytest.mark.parametrize("group", [1, 4])
+def test_h2o_over_rounds(group):
+    """Evict, compact and grow five times: each token's total stays with the token, wherever compaction put it."""
+    rng = np.random.default_rng(group)
+    heads, dim, layers, buffer, window = 2, 64, 2, 8, 8
+    entry, policy = POLICIES["h2o"], policy_class("h2o")()
+    keeps, lengths = (30, 41), [54, 41 + 2 * buffer]
+    slots = rng.permutation(np.arange(1, 160))[: sum(lengths)]
+    where = [slots[: lengths[0]], slots[lengths[0] :]]
+    k = torch.full((layers, 160, heads, dim), torch.nan)
+    v = torch.full((layers, 160, heads, dim), torch.nan)
+    state = torch.full((layers, heads, 160), torch.nan)
+    pool = KVPool.from_slots(list(k), list(v))
+    totals: dict[tuple[int, int, bytes], float] = {}  # by layer, head and the key itself
+    fresh = list(where)
+    carried = [0, 0]
+    for number in range(5):
+        for row in fresh:
+            k[:, row], v[:, row] = torch.randn(
+                2, layers, len(row), heads, dim, generator=torch.Generator().manual_seed(number)
+            )
+        ring = torch.from_numpy(2 * rng.normal(size=(layers, 2, window, heads * group, dim))).float()
+        round = Round(
+            pool,
+            Rows(
+                torch.from_numpy(np.concatenate(where)),
+                tuple(map(len, where)),
+                buffer,
+                first=(0, 7),
+                keep=keeps,
+                reserve=(0, 0),
+                sinks=(4, 0),
+                seed=(1, 2),
+                round=(number, number),
+                carried=tuple(carried),
+            ),
+            QueryWindow(ring, (1, 0), (16, 24), (window, 5), dim**-0.5),
+            state,
+        )
+        rows = []
+        for r, row in enumerate(where):
+            held = k[:, row].transpose(1, 2)
+            n = len(row) - buffer
+            queries = ring[:, 1 - r, [p % window for p in range((16, 24)[r] - (window, 5)[r], (16, 24)[r])]]
+            before = [
+                [
+                    [totals[layer, head, held[layer, head, i].numpy().tobytes()] for i in range(carried[r])]
+                    for head in range(heads)
+                ]
+                for layer in range(layers)
+            ]
+            rows.append(
+                oracle.Row(
+                    k=held[:, :, :n].double().numpy(),
+                    v=held[:, :, :n].double().numpy(),
+                    q=queries.double().transpose(1, 2).numpy(),
+                    scale=dim**-0.5,
+                    first=0,
+                    keep=keeps[r],
+                    reserve=0,
+                    sinks=0,
+                    seed=0,
+                    round=0,
+                    totals=np.array(before).reshape(layers, heads, carried[r]),
+                )
+            )
+        kept = policy.select(round)
+        tally = compare(kept, entry.oracle, Case(round, rows))
+        assert tally.swapped <= 1
+        held = [k[:, row].transpose(1, 2).clone() for row in where]
+        ops.compact(pool, round.rows, kept, keep_order=policy.needs_order)
+        for r, row in enumerate(where):
+            for layer in range(layers):
+                for head in range(heads):
+                    score = oracle.h2o(rows[r], layer, head).score
+                    for i, total in enumerate(score):
+                        totals[layer, head, held[r][layer, head, i].numpy().tobytes()] = total
+                    survivors = [k[layer, slot, head].numpy().tobytes() for slot in row[: keeps[r]]]
+                    want = [totals[layer, head, key] for key in survivors]
+                    got = state[layer, head, row[: keeps[r]]].numpy()
+                    np.testing.assert_allclose(got, want, rtol=oracle.REL)
+        # the next round's row: survivors, this round's buffer, as many new tokens
+        fresh = [row[keep + buffer : keep + 2 * buffer] for row, keep in zip(where, keeps, strict=True)]
+        where = [row[: keep + 2 * buffer] for row, keep in zip(where, keeps, strict=True)]
+        carried = list(keeps)
+
+
+# --- the comparison itself ------------------------------------------------------------------------------------------
+
+
+def test_check_grants_rounding_and_nothing_else():
+    ranking = oracle.rank(np.array([1.0, 2.0, 1.0 + 1e-9, np.nan, np.inf, 0.5]), np.full(6, 1e-6))
+    assert oracle.top(ranking, 3).tolist() == [1, 2, 4]
+    assert oracle.check(np.array([1, 2, 4]), ranking, 3) == 0
+    assert oracle.check(np.array([0, 1, 4]), ranking, 3) == 1
+    for wrong in ([1, 4, 5], [0, 2, 4], [1, 3, 4], [1, 1, 4], [2, 1, 4], [1, 4], [1, 4, 6], [-1, 1, 4]):
+        with pytest.raises(AssertionError):
+            oracle.check(np.array(wrong), ranking, 3)
+    forced = oracle.rank(np.zeros(4), np.zeros(4), forced=2)
+    for wrong in ([1], [2]):
+        with pytest.raises(AssertionError):
+            oracle.check(np.array(wrong), forced, 1)
+
+
+def noisy(scorer):
+    """Scores wrong by about one percent."""
+
+    def score(row, layer, head):
+        ranking = scorer(row, layer, head)
+        noise = np.random.default_rng(layer).normal(size=row.n)
+        return replace(ranking, score=ranking.score + 0.01 * noise * np.abs(ranking.score))
+
+    return score
+
+
+MUTANTS = {
+    "pool width": ("vase-attnv", partial(oracle.attnv, width=3), {}),
+    "magnitude": ("vase-attnv", partial(oracle.attnv, size="absmax"), {}),
+    "sampling": ("vase-attnv", partial(oracle.attnv, sampling=False), {}),
+    "sinks": ("vase-attnv", partial(oracle.attnv, sinks=False), {}),
+    "round": ("vase-attnv", oracle.attnv, {"round": lambda row: row.round + 1}),
+    "first": ("vase-attnv", oracle.attnv, {"first": lambda row: row.first + 1}),
+    "high half of the seed": ("vase-attnv", oracle.attnv, {"seed": lambda row: row.seed ^ 1 << 40}),
+    "layer": ("vase-attnv", oracle.attnv, {"layer_offset": lambda row: row.layer_offset + 1}),
+    "head": ("vase-attnv", oracle.attnv, {"head_offset": lambda row: row.head_offset + 1}),
+    "reserve": ("vase-attnv", oracle.attnv, {"reserve": lambda row: row.reserve // 2}),
+    "oldest query": ("snapkv", oracle.snapkv, {"q": lambda row: row.q[:, :, -max(1, row.q.shape[2] - 1) :]}),
+    "query heads": ("snapkv", oracle.snapkv, {"q": lambda row: np.roll(row.q, 1, axis=1)}),
+    "scale": ("snapkv", oracle.snapkv, {"scale": lambda row: row.scale * 1.5}),
+    "G drawn once": ("vase-dkv", oracle.curdkv, {}),
+    "G of another layer": ("vase-dkv", oracle.dkv, {"layer_offset": lambda row: row.layer_offset + 1}),
+    "G of another seed": ("vase-dkv", oracle.dkv, {"seed": lambda row: row.seed + 1}),
+    "key and value exchanged": ("knorm", oracle.knorm, {"k": lambda row: row.v}),
+    "totals": ("h2o", oracle.h2o, {"totals": lambda row: 0 * row.totals}),
+    **{f"noise on {name}": (name, noisy(e.oracle), {}) for name, e in POLICIES.items()},
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_wrong_law_is_seen(mutant):
+    name, scorer, changes = MUTANTS[mutant]
+    case = build("bf16-nhd1-g4-d128x64")
+    kept = select(POLICIES[name], case.round)
+    compare(kept, POLICIES[name].oracle, case)
+    rows = [replace(row, **{field: change(row) for field, change in changes.items()}) for row in case.rows]
+    with pytest.raises(AssertionError):
+        compare(kept, scorer, Case(case.round, rows))
+
+
+def test_philox_known_answers():
+    """Random123's published vectors for philox4x32-10, and arrays of counters alike."""
+    pi = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0)
+    for words, expected in (
+        ((0,) * 6, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((0xFFFFFFFF,) * 6, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (pi, (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
+    ):
+        assert tuple(map(int, oracle.philox(words[:4], words[4:]))) == expected
+    several = oracle.philox((np.array([0, pi[0]]), np.array([0, pi[1]]), *pi[2:4]), pi[4:])
+    assert [int(x[1]) for x in several] == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
+
+
+# --- compaction -----------------------------------------------------------------------------------------------------
+
+BITS = {FLOAT32: torch.int32, BFLOAT16: torch.int16, FLOAT16: torch.int16, FLOAT8: torch.uint8}
+
+
+@pytest.mark.parametrize("keep_order", [True, False])
+@pytest.mark.parametrize(
+    "dtype, layout, page_size, heads, k_dim, v_dim",
+    [
+        (FLOAT32, "NHD", 1, 2, 64, 64),
+        (BFLOAT16, "HND", 16, 3, 80, 80),
+        (FLOAT16, "NHD", 16, 1, 128, 64),
+        (FLOAT8, "HND", 1, 2, 256, 256),
+    ],
+)
+def test_compact(dtype, layout, page_size, heads, k_dim, v_dim, keep_order):
+    """Every bit of the pool: survivors and buffer at the row's front, all else (other slots, the tail) as it was."""
+    rng = np.random.default_rng(k_dim + heads)
+    layers = 3
+    for buffer, plan in (
+        (8, ((40, 15), (9, 8), (8, 8), (30, 0), (100, 99), (60, 3), (0, 0))),
+        (64, ((200, 64), (65, 1), (66, 65))),
+        (0, ((50, 20), (7, 6))),
+    ):
+        lengths = [n + buffer for n, _ in plan]
+        count = -(-(sum(lengths) + 50) // page_size) * page_size
+        slots = rng.permutation(count)[: sum(lengths)]
+        low, high = torch.iinfo(BITS[dtype]).min, torch.iinfo(BITS[dtype]).max
+        before = [
+            torch.from_numpy(rng.integers(low, high, (layers, count, heads, dim), endpoint=True)).to(BITS[dtype])
+            for dim in (k_dim, v_dim)
+        ]
+        pool = KVPool(
+            *(tuple(paged(layer.view(dtype), layout, page_size).clone() for layer in x) for x in before), layout
+        )
+        kept = [
+            np.stack([[np.sort(rng.permutation(n)[:keep]) for _ in range(heads)] for _ in range(layers)])
+            for n, keep in plan
+        ]
+        zeros = (0,) * len(plan)
+        rows = Rows(torch.from_numpy(slots), tuple(lengths), buffer, zeros, tuple(k for _, k in plan), *(zeros,) * 5)
+        ops.compact(pool, rows, torch.from_numpy(np.concatenate(kept, axis=2)), keep_order=keep_order)
+        after = [torch.stack([tokens(b.view(BITS[dtype]), layout) for b in x]).numpy() for x in (pool.k, pool.v)]
+        both = [np.concatenate([x.astype(np.int64) for x in pair], axis=3) for pair in (map(np.asarray, before), after)]
+        for layer in range(layers):
+            for head in range(heads):
+                old, new = both[0][layer, :, head], both[1][layer, :, head]
+                want = old
+                for r, (_, keep) in enumerate(plan):
+                    row = slots[rows.indptr[r] : rows.indptr[r + 1]]
+                    index = {old[slot].tobytes(): i for i, slot in enumerate(row)}
+                    front = [index.get(new[slot].tobytes()) for slot in row[:keep]]
+                    mine = kept[r][layer, head].tolist()
+                    if keep_order:
+                        assert front == mine
+                    else:  # which survivor from behind the cut fills which hole is free
+                        assert sorted(front) == mine and all(front[i] == i for i in mine if i < keep)
+                    want = oracle.compact(want, row, front, buffer)
+                assert (new == want).all(), f"buffer {buffer} layer {layer} head {head}"

@@ -1,0 +1,126 @@
+"""Host side of a launch: address tables, packed metadata, and what a kernel is specialised on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+
+from sgl_vase_kernels.layout import KVPool, Rows
+
+MAX_DIM = 256
+MAX_CANDIDATES = 131_072
+GRID_LIMIT = 65_535
+
+_FORMATS = {
+    torch.float32: (tl.float32, "float"),
+    torch.float16: (tl.float16, "float"),
+    torch.bfloat16: (tl.bfloat16, "float"),
+    torch.float8_e5m2: (tl.uint8, "e5m2"),
+    torch.float8_e4m3fn: (tl.uint8, "e4m3"),
+}
+
+
+def _launch(kernel: Any, grid: tuple[int, int, int], *args: Any, **options: Any) -> None:
+    kernel[grid](*args, **options)
+
+
+class Target:
+    """Who launches, and for which compute capability; the offline build replaces both."""
+
+    launch: Callable[..., None] = staticmethod(_launch)
+    capability: tuple[int, int] | None = None
+
+
+def launch(kernel: Any, grid: tuple[int, int, int], *args: Any, **options: Any) -> None:
+    """Launch ``kernel`` unless there is nothing to do."""
+    if max(grid[1:]) > GRID_LIMIT:
+        raise ValueError(f"a round takes at most {GRID_LIMIT} rows and layers, got {grid[1]} and {grid[2]}")
+    if min(grid) > 0:
+        Target.launch(kernel, grid, *args, **options)
+
+
+def interpreting() -> bool:
+    """Whether kernels run in Triton's interpreter, which takes CPU tensors."""
+    return bool(knobs.runtime.interpret)
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability aimed at; (0, 0) in the interpreter."""
+    if Target.capability is not None:
+        return Target.capability
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+def upload(values: Sequence[Any], device: torch.device) -> torch.Tensor:
+    """Host integers as int64 on ``device``; the host does not wait."""
+    host = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
+
+
+@lru_cache(maxsize=64)
+def address_table(addresses: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Data pointers of one buffer a layer, int64 ``[layers]``."""
+    return upload(addresses, device)
+
+
+def cache_arguments(pool: KVPool, which: str) -> dict[str, Any]:
+    """What every kernel needs to read one side of the cache, ``which`` = ``k`` or ``v``."""
+    buffers: tuple[torch.Tensor, ...] = getattr(pool, which)
+    scale: torch.Tensor | None = getattr(pool, f"{which}_scale")
+    first = buffers[0]
+    if first.dtype not in _FORMATS:
+        raise ValueError(f"{which} has dtype {first.dtype}; supported: {', '.join(map(str, _FORMATS))}")
+    if not 1 <= (dim := first.shape[3]) <= MAX_DIM:
+        raise ValueError(f"{which} has head dim {dim}, at most {MAX_DIM} is supported")
+    if pool.device.type != "cuda" and not interpreting() and Target.capability is None:
+        raise ValueError(f"the pool is on {pool.device}: Triton kernels need CUDA, or TRITON_INTERPRET=1 at start")
+    page, token, head = (first.stride(i) for i in ((0, 1, 2) if pool.layout == "NHD" else (0, 2, 1)))
+    dtype, number_format = _FORMATS[first.dtype]
+    if number_format == "e4m3" and capability(pool.device) < (8, 9):
+        number_format = "e4m3-bits"
+    addresses = tuple(b.data_ptr() for b in buffers)
+    steps = (*addresses, *(s * first.element_size() for s in (page, token, head)))
+    return {
+        "table": address_table(addresses, pool.device),
+        "scale": address_table(addresses, pool.device) if scale is None else scale,
+        "SCALED": scale is not None,
+        "DTYPE": dtype,
+        "FORMAT": number_format,
+        "ALIGN": 16 if all(s % 16 == 0 for s in steps) else first.element_size(),
+        "PAGE": pool.page_size,
+        "PAGE_STRIDE": page,
+        "TOKEN_STRIDE": token,
+        "HEAD_STRIDE": head,
+        "DIM": dim,
+        "DIM_PAD": max(16, triton.next_power_of_2(dim)),
+    }
+
+
+def row_metadata(rows: Rows) -> torch.Tensor:
+    """The rows' host fields as int64 ``[rows, META_WIDTH]``, copied once for all operations of a round."""
+    packed: torch.Tensor | None = rows.__dict__.get("_metadata")
+    if packed is None:
+        if max(rows.candidates, default=0) > MAX_CANDIDATES:
+            raise ValueError(f"rows.lengths: {max(rows.candidates)} candidates in a row, at most {MAX_CANDIDATES}")
+        seeds = [s - 2**64 if s >= 2**63 else s for s in rows.seed]
+        columns = (rows.indptr, rows.candidates, rows.candidate_indptr, rows.keep, rows.keep_indptr)
+        columns += (rows.reserve, rows.sinks, seeds, rows.round, rows.first)
+        packed = upload(list(zip(*columns, strict=False)), rows.slots.device)
+        rows.__dict__["_metadata"] = packed
+    return packed
+
+
+def new_scores(pool: KVPool, rows: Rows) -> torch.Tensor:
+    """Uninitialised float32 ``[layers, kv_heads, candidates]``."""
+    return torch.empty(pool.layers, pool.heads, rows.candidate_indptr[-1], dtype=torch.float32, device=pool.device)
+
+
+def tiles(rows: Rows, block: int) -> int:
+    """Blocks that cover the longest row's candidates."""
+    return triton.cdiv(max(rows.candidates, default=0), block)

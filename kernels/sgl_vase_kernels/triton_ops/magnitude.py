@@ -1,0 +1,100 @@
+"""Reductions of one vector a candidate: value magnitudes and key norms."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from sgl_vase_kernels.layout import KVPool, Rows
+from sgl_vase_kernels.triton_ops.device import (
+    CANDIDATES,
+    SCORE_START,
+    SLOT_START,
+    buffer_base,
+    load_vectors,
+    row_field,
+    slot_offset,
+)
+from sgl_vase_kernels.triton_ops.host import cache_arguments, launch, new_scores, row_metadata, tiles
+
+
+@triton.jit(do_not_specialize=["heads", "total"])
+def magnitude_kernel(
+    out,
+    slots,
+    meta,
+    heads,
+    total,
+    table,
+    scale,
+    SCALED: tl.constexpr,
+    DTYPE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    ALIGN: tl.constexpr,
+    PAGE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """``out[layer, head, candidate]`` for ``BLOCK`` candidates of one row, layer and head."""
+    head = tl.program_id(0) % heads
+    row = tl.program_id(1)
+    layer = tl.program_id(2)
+    candidates = row_field(meta, row, CANDIDATES)
+    start = tl.program_id(0) // heads * BLOCK
+    if start < candidates:
+        index = start + tl.arange(0, BLOCK)
+        valid = index < candidates
+        slot = tl.load(slots + row_field(meta, row, SLOT_START) + index, mask=valid, other=0)
+        offset = slot_offset(slot, head, PAGE_STRIDE, TOKEN_STRIDE, HEAD_STRIDE, PAGE)
+        base = buffer_base(table, layer, DTYPE, ALIGN)
+        x = load_vectors(base, offset, valid, DIM, DIM_PAD, FORMAT).to(tl.float32)
+        if SCALED:
+            x *= tl.load(scale + layer)
+        real = (tl.arange(0, DIM_PAD) < DIM)[None, :]
+        if KIND == "range":
+            result = tl.max(tl.where(real, x, float("-inf")), 1) - tl.min(tl.where(real, x, float("inf")), 1)
+        elif KIND == "absmax":
+            result = tl.max(tl.abs(x), 1)
+        elif KIND == "l2":
+            result = tl.sqrt(tl.sum(x * x, 1))
+        else:
+            mean = tl.sum(x, 1) / DIM
+            centred = tl.where(real, x - mean[:, None], 0.0)
+            result = tl.sum(centred * centred, 1) / DIM
+        # max and min drop NaN; a sum does not.
+        result = tl.where(tl.sum((x != x).to(tl.int32), 1) > 0, float("nan"), result)
+        place = (layer * heads + head).to(tl.int64) * total + row_field(meta, row, SCORE_START)
+        tl.store(out + place + index, result, mask=valid)
+
+
+def _magnitude(pool: KVPool, rows: Rows, which: str, kind: str) -> torch.Tensor:
+    out = new_scores(pool, rows)
+    block = 64
+    launch(
+        magnitude_kernel,
+        (pool.heads * tiles(rows, block), len(rows), pool.layers),
+        out,
+        rows.slots,
+        row_metadata(rows),
+        pool.heads,
+        out.shape[2],
+        **cache_arguments(pool, which),
+        KIND=kind,
+        BLOCK=block,
+        num_warps=4,
+    )
+    return out
+
+
+def value_magnitude(pool: KVPool, rows: Rows, kind: str) -> torch.Tensor:
+    return _magnitude(pool, rows, "v", kind)
+
+
+def key_norms(pool: KVPool, rows: Rows) -> torch.Tensor:
+    return _magnitude(pool, rows, "k", "l2")
