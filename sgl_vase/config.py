@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -81,12 +81,39 @@ class EvictionConfig:
             raise ValueError(f"--eviction-config {path}: a JSON object is needed, got {type(data).__name__}")
         known = {f.name for f in fields(cls)}
         if unknown := sorted(set(data) - known):
-            raise ValueError(f"--eviction-config {path}: unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+            raise ValueError(
+                f"--eviction-config {path}: unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}"
+            )
         return cls(**{**data, **{k: v for k, v in overrides.items() if v is not None}})
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for logs and ``/server_info``."""
         return {f.name: dict(v) if isinstance(v := getattr(self, f.name), Mapping) else v for f in fields(self)}
+
+    def resolved(self) -> dict[str, Any]:
+        """``as_dict`` with the defaults that depend on other sizes as they are for an unshared row."""
+        plan = self.plan_row(self.footprint(), 0)
+        assert plan is not None
+        return {**self.as_dict(), "value_tokens": plan.reserve, "min_private": self.private_floor}
+
+    def for_request(self, asked: object) -> EvictionConfig | None:
+        """What one request is served with if it asks for ``"none"`` or ``{"budget": T}``.
+
+        A request may ask for any budget from this server's private floor on: the query ring is sized for
+        that. Raises ``ValueError`` with the allowed range.
+        """
+        allowed = f'"none" or {{"budget": a whole number >= {self.private_floor}}}'
+        if asked == "none":
+            return None
+        if not isinstance(asked, Mapping) or set(asked) != {"budget"}:
+            raise ValueError(f"eviction of a request must be {allowed}, got {asked!r}")
+        try:
+            budget = _whole("budget", asked["budget"], self.private_floor)
+        except ValueError as error:
+            raise ValueError(f"eviction of a request must be {allowed}: {error}") from None
+        floor = min(budget, max(self.private_floor, budget // 2))
+        value_tokens = None if self.value_tokens is None else min(self.value_tokens, budget - self.buffer)
+        return replace(self, budget=budget, min_private=floor, value_tokens=value_tokens)
 
     @property
     def private_floor(self) -> int:

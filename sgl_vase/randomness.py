@@ -1,4 +1,4 @@
-"""From seeds to request keys. All draws are functions of (key, layer, head, round, index): see ``sgl_vase_kernels.rng``."""
+"""From seeds to request keys. A draw is a function of (key, layer, head, round, index): ``sgl_vase_kernels.rng``."""
 
 from __future__ import annotations
 

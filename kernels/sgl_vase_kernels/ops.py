@@ -89,8 +89,8 @@ def window_attention_scores(
         raise ValueError(f"queries.ring has {ring.shape[3]} query heads, no multiple of {pool.heads} KV heads")
     if not len(queries.slot) == len(queries.end) == len(queries.valid) == len(rows):
         raise ValueError(f"queries describes {len(queries.slot)} requests, rows {len(rows)}")
-    if any(not 1 <= v <= ring.shape[2] for v in queries.valid):
-        raise ValueError(f"queries.valid must be in [1, window={ring.shape[2]}], got {queries.valid}")
+    if any(not 0 <= v <= ring.shape[2] for v in queries.valid):
+        raise ValueError(f"queries.valid must be in [0, window={ring.shape[2]}], got {queries.valid}")
     return _impl(pool.device).window_attention_scores(  # type: ignore[no-any-return]
         pool, rows, queries, pool_width=pool_width, pooling=pooling, group=group, last=last
     )
@@ -108,9 +108,10 @@ def projected_norms(pool: KVPool, rows: Rows, rank: int, *, fixed_round: bool = 
 
 
 def cosine_redundancy(pool: KVPool, rows: Rows, *, spare_newest: float | None = None) -> torch.Tensor:
-    """Mean cosine of each candidate's key with all candidates, itself counted as 0 (R-KV).
+    """Softmax over a row's candidates of the mean cosine of key i with all of them, itself counted as 0 (R-KV).
 
-    With ``spare_newest``, each key's cosine with its newest neighbour above that value counts as 0.
+    With ``spare_newest``, each key's cosine with its newest neighbour above that value counts as 0, too. A key
+    that is not finite scores NaN and is the zero vector for the others.
     """
     _check_rows(pool, rows)
     return _impl(pool.device).cosine_redundancy(pool, rows, spare_newest=spare_newest)  # type: ignore[no-any-return]
@@ -141,8 +142,8 @@ def select(
     """Exactly ``keep`` candidates of each row: int64 ``[layers, kv_heads, sum(keep)]``, ascending in each row.
 
     Order: forced before free, then higher score, then lower index; NaN last. ``sinks`` forces the first
-    ``rows.sinks`` candidates. ``reserve_score`` forces the ``rows.reserve`` highest of it; with ``sinks_lead`` the sinks rank
-    first among those.
+    ``rows.sinks`` candidates, as if they scored +inf. ``reserve_score`` forces the ``rows.reserve`` highest of it;
+    with ``sinks_lead`` the sinks come first among those.
     ``race`` takes ``score`` as weights of a draw without replacement (largest ``log s - log E``,
     ``E ~ Exp(1)``); candidates of no positive weight come last, uniformly.
     """

@@ -14,55 +14,93 @@ from torch.nn import functional as F
 from sgl_vase_kernels import rng
 from sgl_vase_kernels.layout import KVPool, QueryWindow, Rows
 
-_CHUNK_BYTES = 64 << 20
+_CHUNK_BYTES = 4 << 20
+"""Temporaries of one step: what a core's cache holds is several times faster than fresh pages."""
 _INDEX_BITS = 29
+_TOP = 2**32 - 1
+"""Above the rank of every float."""
 
 
-def _flat(pool: KVPool, buffer: torch.Tensor) -> torch.Tensor:
-    """``[slots * heads, dim]`` view of a layer's buffer; one-byte floats as raw bytes."""
+def _raw(buffer: torch.Tensor) -> torch.Tensor:
+    """Contiguous buffer, one-byte floats as bytes (they have no indexing kernels)."""
     if not buffer.is_contiguous():
-        raise ValueError(f"the torch implementation needs contiguous KV buffers, got strides {buffer.stride()}")
-    return buffer.view(-1, buffer.shape[-1])
+        raise ValueError(f"pool: the torch implementation needs contiguous buffers, got strides {buffer.stride()}")
+    return buffer.view(torch.uint8) if buffer.dtype.itemsize == 1 else buffer
 
 
 def _flat_index(pool: KVPool, slots: torch.Tensor) -> torch.Tensor:
-    """Rows of ``_flat`` that hold ``slots``: int64 ``[heads, *slots.shape]``."""
-    heads = torch.arange(pool.heads, device=slots.device).view(-1, *[1] * slots.dim())
+    """Where ``slots`` lie in a buffer viewed as ``[-1, dim]``: int64 ``[heads, slots]``."""
+    heads = torch.arange(pool.heads, device=slots.device).view(-1, 1)
     if pool.layout == "NHD":
         return slots * pool.heads + heads
     page = pool.page_size
     return (slots // page * pool.heads + heads) * page + slots % page
 
 
-def _gather(pool: KVPool, buffers: tuple[torch.Tensor, ...], scale: torch.Tensor | None, index: torch.Tensor, layers: range) -> torch.Tensor:
-    """float32 ``[layers, heads, n, dim]`` of one row's candidates."""
-    taken = []
-    for layer in layers:
-        flat = _flat(pool, buffers[layer])
-        raw = flat.view(torch.uint8) if flat.dtype.itemsize == 1 else flat
-        taken.append(raw.index_select(0, index.reshape(-1)).view(flat.dtype))
-    out = torch.stack(taken).float().view(len(layers), *index.shape, -1)
-    return out if scale is None else out * scale[layers.start : layers.stop].view(-1, 1, 1, 1)
+def _gather(
+    pool: KVPool, buffers: tuple[torch.Tensor, ...], scale: torch.Tensor | None, slots: torch.Tensor, layers: range
+) -> torch.Tensor:
+    """float32 ``[layers, heads, n, dim]`` of ``n`` slots."""
+    heads, dim, n = pool.heads, buffers[0].shape[-1], slots.shape[0]
+    out = torch.empty(len(layers), heads, n, dim, device=slots.device)
+    index = slots if pool.layout == "NHD" else _flat_index(pool, slots).view(-1)
+    for i, layer in enumerate(layers):
+        raw = _raw(buffers[layer])
+        if pool.layout == "NHD":
+            taken = raw.view(-1, heads * dim).index_select(0, index).view(n, heads, dim).transpose(0, 1)
+        else:
+            taken = raw.view(-1, dim).index_select(0, index).view(heads, n, dim)
+        out[i] = taken.view(buffers[layer].dtype)
+    if scale is not None:
+        out *= scale[layers.start : layers.stop].view(-1, 1, 1, 1)
+    return out
 
 
-def _per_row(pool: KVPool, rows: Rows, width: int, score: Callable[[int, torch.Tensor, range], torch.Tensor]) -> torch.Tensor:
-    """Concatenate ``score(row, index, layers) -> [layers, heads, n]`` over rows and chunks of layers.
+def _per_row(
+    pool: KVPool, rows: Rows, width: Callable[[int], int], score: Callable[[int, torch.Tensor, range], torch.Tensor]
+) -> torch.Tensor:
+    """Concatenate ``score(row, slots, layers) -> [layers, heads, n]`` over rows and chunks of layers.
 
-    ``width``: floats a candidate and head that ``score`` holds at once; it bounds the chunks.
+    ``width(n)``: floats a candidate and head that ``score`` holds at once; it bounds the chunks.
     """
-    columns = []
+    out = torch.empty(pool.layers, pool.heads, rows.candidate_indptr[-1], device=pool.device)
     for r, n in enumerate(rows.candidates):
-        start = rows.indptr[r]
-        index = _flat_index(pool, rows.slots[start : start + n])
-        step = max(1, _CHUNK_BYTES // max(1, 4 * pool.heads * n * width))
-        chunks = [range(a, min(a + step, pool.layers)) for a in range(0, pool.layers, step)]
-        columns.append(torch.cat([score(r, index, chunk) for chunk in chunks]))
-    return torch.cat(columns, dim=2)
+        slots = rows.slots[rows.indptr[r] : rows.indptr[r] + n]
+        step = max(1, _CHUNK_BYTES // max(1, 4 * pool.heads * n * width(n)))
+        for start in range(0, pool.layers, step):
+            layers = range(start, min(start + step, pool.layers))
+            out[start : layers.stop, :, rows.candidate_indptr[r] : rows.candidate_indptr[r + 1]] = score(
+                r, slots, layers
+            )
+    return out
+
+
+def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """``a @ b^T``: ``[..., m, d]``, ``[..., n, d]`` to ``[..., m, n]``, 4-D. A product's bits depend on its factors alone.
+
+    MKL runs one thread a product if there are enough products, and splits a lone one, which changes its sums: hence
+    the padding. Factors are rows of ``d`` so that no product's alignment depends on its place in the batch.
+    """
+    x, y, m, n = *a.shape[:3], b.shape[2]
+    a, b = a.reshape(x * y, m, -1), b.reshape(x * y, n, -1)
+    missing = max(2, torch.get_num_threads()) - x * y
+    if missing > 0:
+        a, b = (torch.cat([t, t[:1].expand(missing, -1, -1)]) for t in (a, b))
+    return torch.bmm(a, b.transpose(1, 2))[: x * y].view(x, y, m, n)
+
+
+def _sum(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Sum along ``dim`` by halving, in an order that depends on its length only. Overwrites ``x``."""
+    while (n := x.shape[dim]) > 1:
+        half = n // 2
+        x.narrow(dim, 0, half).add_(x.narrow(dim, n - half, half))
+        x = x.narrow(dim, 0, n - half)
+    return x.sum(dim)
 
 
 def value_magnitude(pool: KVPool, rows: Rows, kind: str) -> torch.Tensor:
-    def score(_: int, index: torch.Tensor, layers: range) -> torch.Tensor:
-        v = _gather(pool, pool.v, pool.v_scale, index, layers)
+    def score(_: int, slots: torch.Tensor, layers: range) -> torch.Tensor:
+        v = _gather(pool, pool.v, pool.v_scale, slots, layers)
         if kind == "range":
             return v.amax(-1) - v.amin(-1)
         if kind == "absmax":
@@ -71,7 +109,7 @@ def value_magnitude(pool: KVPool, rows: Rows, kind: str) -> torch.Tensor:
             return torch.linalg.vector_norm(v, dim=-1)
         return v.var(-1, correction=0)
 
-    return _per_row(pool, rows, pool.v[0].shape[3], score)
+    return _per_row(pool, rows, lambda n: pool.v[0].shape[3], score)
 
 
 def window_attention_scores(
@@ -87,28 +125,31 @@ def window_attention_scores(
     heads, dim = pool.heads, pool.k[0].shape[3]
     groups = queries.ring.shape[3] // heads
 
-    def score(r: int, index: torch.Tensor, layers: range) -> torch.Tensor:
-        columns = torch.tensor(queries.columns(r, last), device=pool.device)
+    def score(r: int, slots: torch.Tensor, layers: range) -> torch.Tensor:
+        columns = torch.tensor(queries.columns(r, last), dtype=torch.int64, device=pool.device)
+        if not len(columns):
+            return torch.zeros(len(layers), heads, len(slots), device=pool.device)
         window = queries.ring[layers.start : layers.stop, queries.slot[r]].index_select(1, columns).float()
         q = window.view(len(layers), -1, heads, groups, dim).permute(0, 2, 3, 1, 4) * queries.scale
-        k = _gather(pool, pool.k, pool.k_scale, index, layers)
-        logits = torch.matmul(q.reshape(len(layers), heads, -1, dim), k.transpose(2, 3))
-        attention = _window_mean(logits.softmax(-1), groups)
-        if not torch.isfinite(attention).all():
-            attention = _window_mean(_tame(logits).softmax(-1).nan_to_num(0.0), groups)
-        return _group(_pool(attention, pool_width, pooling), group)
+        q = q.reshape(len(layers), heads, -1, dim)
+        k = _gather(pool, pool.k, pool.k_scale, slots, layers)
 
-    return _per_row(pool, rows, max(dim, groups * queries.ring.shape[2]), score)
+        def attention(tame: bool) -> torch.Tensor:
+            logits = _dot(q, k)
+            if tame:
+                logits.nan_to_num_(nan=-torch.inf, posinf=torch.finfo(torch.float32).max, neginf=-torch.inf)
+            weights = torch.softmax(logits, -1, out=logits)
+            if tame:
+                weights.nan_to_num_(0.0)
+            return _sum(weights.view(len(layers), heads, groups, len(columns), -1), 3) / len(columns)
 
+        out = attention(False)
+        if not torch.isfinite(out).all():
+            out = attention(True)
+        out = _pool(out, pool_width, pooling)
+        return _sum(out, 2) / groups if group == "mean" else out.amax(2)
 
-def _window_mean(attention: torch.Tensor, groups: int) -> torch.Tensor:
-    layers, heads, _, n = attention.shape
-    return attention.view(layers, heads, groups, -1, n).mean(3)
-
-
-def _tame(logits: torch.Tensor) -> torch.Tensor:
-    """NaN logits count as -inf, +inf as the largest float."""
-    return logits.nan_to_num(nan=-torch.inf, posinf=torch.finfo(torch.float32).max, neginf=-torch.inf)
+    return _per_row(pool, rows, lambda n: max(dim, groups * queries.ring.shape[2]), score)
 
 
 def _pool(attention: torch.Tensor, width: int, pooling: str) -> torch.Tensor:
@@ -116,73 +157,83 @@ def _pool(attention: torch.Tensor, width: int, pooling: str) -> torch.Tensor:
         return attention
     pool1d = F.avg_pool1d if pooling == "avg" else F.max_pool1d
     layers, heads, groups, n = attention.shape
-    return pool1d(attention.reshape(-1, groups, n), width, stride=1, padding=width // 2).view(layers, heads, groups, n)
-
-
-def _group(attention: torch.Tensor, group: str) -> torch.Tensor:
-    return attention.mean(2) if group == "mean" else attention.amax(2)
+    return pool1d(attention.view(-1, groups, n), width, stride=1, padding=width // 2).view(layers, heads, groups, n)
 
 
 def projected_norms(pool: KVPool, rows: Rows, rank: int, *, fixed_round: bool) -> torch.Tensor:
-    def score(r: int, index: torch.Tensor, layers: range) -> torch.Tensor:
-        out = None
-        for buffers, scale in ((pool.k, pool.k_scale), (pool.v, pool.v_scale)):
-            x = _gather(pool, buffers, scale, index, layers)
-            g = _projection(pool, rows, r, x.shape[-1], rank, layers, 0 if fixed_round else rows.round[r])
-            norm = torch.matmul(x, g.unsqueeze(1)).square().sum(-1)
-            out = norm if out is None else out * norm
-        assert out is not None
-        return out
+    widest = max(pool.k[0].shape[3], pool.v[0].shape[3])
 
-    return _per_row(pool, rows, pool.k[0].shape[3] + rank, score)
+    def score(r: int, slots: torch.Tensor, layers: range) -> torch.Tensor:
+        g = _projection(pool, (widest, rank), layers, rows.seed[r], 0 if fixed_round else rows.round[r])
+
+        def norms(buffers: tuple[torch.Tensor, ...], scale: torch.Tensor | None) -> torch.Tensor:
+            x = _gather(pool, buffers, scale, slots, layers)
+            columns = g[:, :, : x.shape[-1]].unsqueeze(1).expand(-1, pool.heads, -1, -1)
+            return _sum(_dot(columns, x).square_(), 2)
+
+        return norms(pool.k, pool.k_scale) * norms(pool.v, pool.v_scale)
+
+    return _per_row(pool, rows, lambda n: widest + rank, score)
 
 
-def _projection(pool: KVPool, rows: Rows, r: int, dim: int, rank: int, layers: range, round: int) -> torch.Tensor:
-    """``G``: float32 ``[layers, dim, rank]``."""
+def _projection(pool: KVPool, shape: tuple[int, int], layers: range, seed: int, round: int) -> torch.Tensor:
+    """``G^T``: float32 ``[layers, rank, dim]``."""
+    dim, rank = shape
     device = pool.device
     index = torch.arange(dim * rank, device=device)
     layer = torch.arange(layers.start, layers.stop, device=device).view(-1, 1) + pool.layer_offset
-    seed = rng.as_signed([rows.seed[r]], device)
     words = rng.philox(
         (index, layer << 16, torch.tensor(round, device=device), torch.tensor(rng.PROJECTION, device=device)),
-        rng.split_key(seed),
+        rng.split_key(rng.as_signed([seed], device)),
     )
-    return (rng.normal(words[0], words[1]) / rank**0.5).view(len(layers), dim, rank)
+    g = rng.normal(words[0], words[1]) / rank**0.5
+    return g.view(len(layers), dim, rank).transpose(1, 2).contiguous()
 
 
-def _directions(pool: KVPool, index: torch.Tensor, layers: range) -> torch.Tensor:
-    return F.normalize(_gather(pool, pool.k, pool.k_scale, index, layers), dim=-1)
+def _directions(pool: KVPool, slots: torch.Tensor, layers: range) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normalised keys ``[layers, heads, n, dim]``, zero where not finite, and which are: bool ``[layers, heads, n]``."""
+    k = _gather(pool, pool.k, pool.k_scale, slots, layers)
+    finite = torch.isfinite(k).all(-1)
+    return F.normalize(k.masked_fill_(~finite.unsqueeze(-1), 0.0), dim=-1), finite
 
 
 def cosine_redundancy(pool: KVPool, rows: Rows, *, spare_newest: float | None) -> torch.Tensor:
-    def score(r: int, index: torch.Tensor, layers: range) -> torch.Tensor:
-        k = _directions(pool, index, layers)
-        cosine = torch.matmul(k, k.transpose(2, 3))
-        cosine.diagonal(dim1=2, dim2=3).zero_()
-        if spare_newest is not None:
-            n = cosine.shape[-1]
-            similar = cosine > spare_newest
-            newest = (similar * torch.arange(1, n + 1, device=pool.device)).amax(-1, keepdim=True)
-            ignored = torch.zeros_like(similar).scatter_(-1, (newest - 1).clamp(min=0), newest > 0)
-            cosine = cosine.masked_fill(ignored, 0.0)
-        return cosine.mean(-1)
+    def width(n: int) -> int:
+        # A function of n alone: blocks must not depend on the batch or on how heads are split.
+        return min(n, max(64, _CHUNK_BYTES // 4 // max(1, n)))
 
-    return _per_row(pool, rows, max(rows.candidates) + pool.k[0].shape[3], score)
+    def score(_: int, slots: torch.Tensor, layers: range) -> torch.Tensor:
+        k, finite = _directions(pool, slots, layers)
+        n = len(slots)
+        place = torch.arange(1, n + 1, dtype=torch.int32, device=pool.device).view(-1, 1)
+        mean = torch.empty_like(k[..., 0])
+        for start in range(0, n, width(n)):
+            mine = slice(start, min(start + width(n), n))
+            cosine = _dot(k, k[:, :, mine])
+            cosine[:, :, mine].diagonal(dim1=2, dim2=3).zero_()
+            if spare_newest is not None:
+                newest = ((cosine > spare_newest) * place).amax(2, keepdim=True)
+                cosine.masked_fill_(place == newest, 0.0)
+            mean[:, :, mine] = _sum(cosine, 2) / n
+        return mean.masked_fill_(~finite, -torch.inf).softmax(-1).masked_fill_(~finite, torch.nan)
+
+    return _per_row(pool, rows, lambda n: width(n) + pool.k[0].shape[3], score)
 
 
 def key_norms(pool: KVPool, rows: Rows) -> torch.Tensor:
-    def score(_: int, index: torch.Tensor, layers: range) -> torch.Tensor:
-        return torch.linalg.vector_norm(_gather(pool, pool.k, pool.k_scale, index, layers), dim=-1)
+    def score(_: int, slots: torch.Tensor, layers: range) -> torch.Tensor:
+        return torch.linalg.vector_norm(_gather(pool, pool.k, pool.k_scale, slots, layers), dim=-1)
 
-    return _per_row(pool, rows, pool.k[0].shape[3], score)
+    return _per_row(pool, rows, lambda n: pool.k[0].shape[3], score)
 
 
 def mean_direction_cosine(pool: KVPool, rows: Rows) -> torch.Tensor:
-    def score(_: int, index: torch.Tensor, layers: range) -> torch.Tensor:
-        k = _directions(pool, index, layers)
-        return torch.matmul(k, F.normalize(k.mean(2, keepdim=True), dim=-1).transpose(2, 3)).squeeze(-1)
+    def score(_: int, slots: torch.Tensor, layers: range) -> torch.Tensor:
+        k, finite = _directions(pool, slots, layers)
+        mean = F.normalize(_sum(k.clone(), 2).unsqueeze(2), dim=-1)
+        return _dot(mean, k).squeeze(2).masked_fill_(~finite, torch.nan)
 
-    return _per_row(pool, rows, pool.k[0].shape[3], score)
+    return _per_row(pool, rows, lambda n: 2 * pool.k[0].shape[3], score)
 
 
 # ----------------------------------------------------------------------- select
@@ -222,18 +273,21 @@ def select(
         positive = score > 0
         level = positive.long()
         score = torch.where(positive, torch.log(score), 0.0) - draws
+    rank = _rank(score)
     if sinks:
         for r, columns in _columns(rows):
-            level[:, :, columns.start : columns.start + rows.sinks[r]] = 2
+            first = slice(columns.start, columns.start + rows.sinks[r])
+            level[:, :, first], rank[:, :, first] = 2, _TOP
     if reserve_score is not None:
-        forced = _keyed(_rank(reserve_score), 0, index)
+        forced = _rank(reserve_score)
+        if sinks_lead:
+            for r, columns in _columns(rows):
+                forced[:, :, columns.start : columns.start + rows.sinks[r]] = _TOP
+        forced = _keyed(forced, 0, index)
         for r, columns in _columns(rows):
-            part = forced[:, :, columns]
-            if sinks_lead:
-                part[:, :, : rows.sinks[r]] |= 1 << 61
-            top = part.topk(rows.reserve[r], dim=-1, sorted=False).indices
+            top = forced[:, :, columns].topk(rows.reserve[r], dim=-1, sorted=False).indices
             level[:, :, columns].scatter_(2, top, 2)
-    key = _keyed(_rank(score), level, index)
+    key = _keyed(rank, level, index)
     kept = [
         key[:, :, columns].topk(rows.keep[r], dim=-1, sorted=False).indices.sort(dim=-1).values
         for r, columns in _columns(rows)
@@ -269,35 +323,33 @@ def _race_draws(pool: KVPool, rows: Rows, index: torch.Tensor) -> torch.Tensor:
 
 def compact(pool: KVPool, rows: Rows, kept: torch.Tensor, *, keep_order: bool) -> None:
     sources, targets = zip(*(_moves(pool, rows, r, kept, keep_order) for r in range(len(rows))), strict=True)
-    source, target = torch.cat(sources, dim=2), torch.cat(targets, dim=2)
-    for buffers in (pool.k, pool.v):
-        for layer, buffer in enumerate(buffers):
-            flat = _flat(pool, buffer)
-            raw = flat.view(torch.uint8) if flat.dtype.itemsize == 1 else flat
-            raw.index_copy_(0, target[layer].reshape(-1), raw.index_select(0, source[layer].reshape(-1)))
+    source, target = torch.cat(sources, dim=1), torch.cat(targets, dim=1)
+    moving = source != target
+    for layer in range(pool.layers):
+        read, write = source[layer, moving[layer]], target[layer, moving[layer]]
+        for buffer in (pool.k[layer], pool.v[layer]):
+            raw = _raw(buffer).view(-1, buffer.shape[-1])
+            raw.index_copy_(0, write, raw.index_select(0, read))
 
 
 def _moves(pool: KVPool, rows: Rows, r: int, kept: torch.Tensor, keep_order: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of the flat buffers to read and write: int64 ``[layers, heads, moves]`` each, targets distinct."""
+    """What a row's new entries are and were, as rows of the buffer: int64 ``[layers, heads * entries]`` each."""
     k, n = rows.keep[r], rows.candidates[r]
     survivors = kept[:, :, rows.keep_indptr[r] : rows.keep_indptr[r + 1]]
-    place = torch.arange(k, device=kept.device).expand_as(survivors)
     if not keep_order:
         survivors = _fill_holes(survivors, k)
-    tail = torch.arange(rows.buffer, device=kept.device).expand(*kept.shape[:2], -1)
+    tail = torch.arange(n, rows.lengths[r], device=kept.device).expand(*kept.shape[:2], -1)
     flat = _flat_index(pool, rows.slots[rows.indptr[r] : rows.indptr[r + 1]]).expand(kept.shape[0], -1, -1)
-    source = torch.cat([survivors, tail + n], dim=2)
-    target = torch.cat([place, tail + k], dim=2)
-    moving = (source != target).any(dim=1).any(dim=0)
-    return flat.gather(2, source[:, :, moving]), flat.gather(2, target[:, :, moving])
+    source = flat.gather(2, torch.cat([survivors, tail], dim=2))
+    return source.flatten(1), flat[:, :, : k + rows.buffer].flatten(1)
 
 
 def _fill_holes(survivors: torch.Tensor, k: int) -> torch.Tensor:
     """Which survivor goes to each of the ``k`` places if those before the cut stay where they are."""
-    before = survivors < k
-    there = torch.zeros_like(before).scatter_(2, survivors.clamp(max=max(k - 1, 0)), before)
+    there = torch.zeros(*survivors.shape[:2], k + 1, dtype=torch.bool, device=survivors.device)
+    there = there.scatter_(2, survivors.clamp(max=k), True)[:, :, :k]
     # The j-th hole takes the j-th survivor behind the cut; both are counted by running sums.
     hole = (~there).long().cumsum(2) - 1
-    behind = before.sum(2, keepdim=True)
+    behind = there.sum(2, keepdim=True)
     place = torch.arange(k, device=survivors.device).expand_as(survivors)
-    return torch.where(there, place, survivors.gather(2, (behind + hole).clamp(max=max(k - 1, 0))))
+    return torch.where(there, place, survivors.gather(2, (behind + hole).clamp(max=k - 1)))

@@ -6,9 +6,11 @@ An evicting row never has more than ``T_eff + B`` slots (page rounding on top). 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from sgl_vase import policy_class
 from sgl_vase_srt import scheduler
 
 if TYPE_CHECKING:
@@ -16,14 +18,16 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_policy import PrefillAdder
 
 
-def headroom(req: Req, tree_cache: Any) -> int:
+def headroom(req: Req, tree_cache: Any) -> float:
     """Slots that the row of ``req`` may still gain: at most up to its footprint, never below zero.
 
     A waiting request is counted from its whole prompt: its prefill is budgeted separately.
     """
-    runtime = scheduler.runtime()
+    config = scheduler.state_of(req).config
+    if config is None:
+        return math.inf
     held = req.kv.kv_allocated_len or len(req.origin_input_ids) + len(req.output_ids)
-    return max(0, runtime.config.footprint(runtime.shared_prefix(req, tree_cache)) - held)
+    return max(0, config.footprint(scheduler.runtime().shared_prefix(req, tree_cache)) - held)
 
 
 def running_offset(offset: float, adder: PrefillAdder, req: Req) -> float:
@@ -37,8 +41,10 @@ def add_request(original: Callable[..., Any], adder: PrefillAdder, req: Req, *ar
     The separate ignore-EOS path simulates with logical lengths, so it is not taken.
     """
     params = req.sampling_params
+    if scheduler.state_of(req).config is None:
+        return original(adder, req, *args, **kwargs)
     asked, ignore_eos = params.max_new_tokens, params.ignore_eos
-    params.max_new_tokens = min(asked, len(req.output_ids) + headroom(req, adder.tree_cache))
+    params.max_new_tokens = min(asked, len(req.output_ids) + int(headroom(req, adder.tree_cache)))
     params.ignore_eos = False
     try:
         return original(adder, req, *args, **kwargs)
@@ -59,3 +65,29 @@ def output_limit(
     page = allocator.page_size
     most = max(input_tokens, config.footprint(input_tokens)) + page
     return max_new_tokens if -(-most // page) * page + 1 <= token_capacity else limit
+
+
+def cell_size(size: int, configurator: Any, kvc: Any, num_layers: int) -> int:
+    """Bytes of a pool token, with its share of the policy's side state.
+
+    A request takes side state only while it holds ``M`` tokens or more, so this share is never too small
+    and ``--mem-fraction-static`` covers pool and side state together.
+    """
+    from sglang.srt.runtime_context import get_parallel
+
+    from sgl_vase_srt import server_args
+
+    config = server_args.active
+    assert config is not None
+    model = kvc.model_config
+    ranks = get_parallel().attn_tp_size
+    policy = policy_class(config.policy)(config.options)
+    per_request = policy.state_bytes(
+        layers=num_layers,
+        q_heads=model.num_attention_heads // ranks,
+        dim=model.head_dim,
+        window=config.buffer,
+        itemsize=model.dtype.itemsize,
+    )
+    per_token = 4 * num_layers * model.get_num_kv_heads(ranks) if policy.needs_state else 0
+    return size + -(-per_request // config.private_floor) + per_token

@@ -34,11 +34,8 @@ class PortableCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "torch_native"
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Choose what runs with PyTorch alone, where the user has not chosen."""
-        if server_args.sampling_backend is None:
-            server_args.sampling_backend = "pytorch"
+        """Bound the KV pool unless ``--max-total-tokens`` does: SGLang would fill most of the host's memory."""
         if server_args.max_total_tokens is None:
-            # SGLang would fill most of the host's memory, page by page at every start.
             server_args.max_total_tokens = DEFAULT_POOL_TOKENS
 
 

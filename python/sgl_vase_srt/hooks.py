@@ -12,7 +12,7 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sgl_vase import policy_class
-from sgl_vase_srt import admission, forward, metrics, prefix, scheduler, server_args
+from sgl_vase_srt import admission, forward, metrics, prefix, requests, scheduler, server_args
 
 SGLANG_VERSION = "0.5.23"
 """The one version whose internals were read: the hooks below name its functions."""
@@ -76,6 +76,24 @@ SCHEDULER = (
         HookType.AFTER,
         scheduler.forget,
         "the row is gone: counters, randomness and the window start over",
+    ),
+    Hook(
+        f"{_SRT}managers.schedule_batch.ScheduleBatch._get_decode_retraction_order",
+        HookType.AFTER,
+        scheduler.retraction_order,
+        "a request longer than the pool cannot be prefilled again: retract it last",
+    ),
+    Hook(
+        f"{_SRT}managers.schedule_batch.ScheduleBatch.retract_decode",
+        HookType.AFTER,
+        scheduler.abort_lost,
+        "and if it must be, it ends with an error instead of blocking the queue",
+    ),
+    Hook(
+        f"{_SRT}model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",
+        HookType.AFTER,
+        admission.cell_size,
+        "the side state is paid from --mem-fraction-static, before the pool is sized",
     ),
     Hook(
         f"{_SRT}managers.schedule_policy.PrefillAdder._get_running_request_total_token_offset",
@@ -148,6 +166,12 @@ FRONTEND = (
         HookType.AFTER,
         scheduler.require_ready,
         "the other half of get_init_info",
+    ),
+    Hook(
+        f"{_SRT}managers.tokenizer_manager.TokenizerManager._validate_one_request",
+        HookType.BEFORE,
+        requests.check,
+        "a request that cannot be served, or asks for an eviction that cannot be had, gets HTTP 400",
     ),
     Hook(
         f"{_SRT}managers.tokenizer_manager.TokenizerManager.update_request_meta_info",

@@ -53,9 +53,9 @@ class Counters:
 
         self._labels = labels
         self._rounds = Counter(
-            "sglang:eviction_rounds", "Eviction rounds, counted a request.", labelnames=labels.keys()
+            "sgl_vase:eviction_rounds", "Eviction rounds, counted a request.", labelnames=labels.keys()
         )
-        self._tokens = Counter("sglang:evicted_tokens", "KV tokens evicted.", labelnames=labels.keys())
+        self._tokens = Counter("sgl_vase:evicted_tokens", "KV tokens evicted.", labelnames=labels.keys())
 
     def add(self, tokens: int) -> None:
         self._rounds.labels(**self._labels).inc()
@@ -98,7 +98,9 @@ _answered: ContextVar[dict[int, dict[str, Any]] | None] = ContextVar("_answered"
 """Latest eviction record of each choice of the request that this task answers."""
 
 
-async def remember_eviction(original: Callable[..., AsyncIterator[Any]], *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+async def remember_eviction(
+    original: Callable[..., AsyncIterator[Any]], *args: Any, **kwargs: Any
+) -> AsyncIterator[Any]:
     seen: dict[int, dict[str, Any]] = {}
     _answered.set(seen)
     async for out in original(*args, **kwargs):

@@ -1,8 +1,8 @@
 """What the radix tree may own of a request that evicts.
 
-    req_to_token[row]:  0 ...... P | P ........ P+K | P+K ..... P+K+B | (freed)
-                        protected  | survivors      | buffer          |
-    owner:              radix tree | this request   | this request    | pool
+req_to_token[row]:  0 ...... P | P ........ P+K | P+K ..... P+K+B | (freed)
+                    protected  | survivors      | buffer          |
+owner:              radix tree | this request   | this request    | pool
 """
 
 from __future__ import annotations

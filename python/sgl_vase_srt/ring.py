@@ -44,8 +44,8 @@ class QueryRing:
         return self.data.shape[2]
 
     @property
-    def taken(self) -> int:
-        return self.data.shape[1] - 1 - len(self._free)
+    def slots(self) -> int:
+        return self.data.shape[1] - 1
 
     def layer(self, layer_id: int) -> torch.Tensor:
         """``[slots, window, q_heads, dim]`` of one (global) layer."""
@@ -55,7 +55,7 @@ class QueryRing:
         """A slot for the request in ``row``."""
         if not self._free:
             raise RuntimeError(
-                f"the query ring has no slot left for row {row}: {self.taken} requests hold more than their budget"
+                f"the query ring has no slot left for row {row}: {self.slots} requests hold more than their budget"
             )
         slot = self._free.pop()
         self._moves[row] = slot

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from sgl_vase_kernels import KVPool, QueryWindow, Rows, ops
 from sgl_vase import EvictionConfig, Policy, Round, RowPlan, policy_class
 from sgl_vase.policy import FIRST_POSITIONS
 from sgl_vase.randomness import request_key
-from sgl_vase_srt import compat
+from sgl_vase_srt import compat, requests
 from sgl_vase_srt.ring import QueryRing
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 class RequestState:
     """What eviction remembers of one request between its prefill and its end."""
 
+    config: EvictionConfig | None
+    """The server's, or what the request asked for; ``None``: it is never evicted."""
     seed: int
     evictions: int = 0
     evicted_tokens: int = 0
@@ -77,6 +80,8 @@ class Runtime:
     pool: KVPool
     req_to_token: torch.Tensor
     page_size: int
+    capacity: int
+    """Tokens of the KV pool."""
     scale: float
     forward_stream: Any
     ring: QueryRing | None
@@ -96,11 +101,13 @@ class Runtime:
             if req.decode_batch_idx < 1 or not req.kv.holds_kv:
                 continue
             state = state_of(req)
+            if state.config is None:
+                continue
             length, protected = req.kv.kv_allocated_len, req.kv.cache_protected_len
-            if self.ring is not None and not state.ring_slot and length >= self.config.target(protected):
-                self._start_capture(req, logical_length(req, batch))
-            plan = self.config.plan_row(length, protected)
-            if plan is not None and self._window_full(state, req, batch):
+            if self.ring is not None and not state.ring_slot and length >= state.config.target(protected):
+                self._start_capture(req, logical_length(req))
+            plan = state.config.plan_row(length, protected)
+            if plan is not None and self._window_full(state, req):
                 cuts[i] = self._cut(req, state, plan, batch)
         if not cuts:
             return
@@ -111,10 +118,10 @@ class Runtime:
         batch.seq_lens_cpu = batch.seq_lens_cpu - delta.to(batch.seq_lens_cpu.dtype)
         batch.seq_lens_sum = None
 
-    def _window_full(self, state: RequestState, req: Req, batch: ScheduleBatch) -> bool:
+    def _window_full(self, state: RequestState, req: Req) -> bool:
         if self.ring is None:
             return True
-        return logical_length(req, batch) - state.captured_from >= self.ring.window
+        return logical_length(req) - state.captured_from >= self.ring.window
 
     def _start_capture(self, req: Req, position: int) -> None:
         """Queries from ``position`` on go into the ring."""
@@ -125,7 +132,7 @@ class Runtime:
 
     def _cut(self, req: Req, state: RequestState, plan: RowPlan, batch: ScheduleBatch) -> int:
         row = self.req_to_token[req.kv.req_pool_idx]
-        end = logical_length(req, batch)
+        end = logical_length(req)
         self._pending.append(
             _Due(
                 state=state,
@@ -210,7 +217,7 @@ class Runtime:
         for i, (req, extend) in enumerate(zip(batch.reqs, batch.extend_lens, strict=True)):
             state = state_of(req)
             if i >= first_decoding:
-                low = high = logical_length(req, batch) - 1
+                low = high = logical_length(req) - 1
                 high += 1
             else:
                 low, high = self._prefill_window(req, state, batch.prefix_lens[i], extend, batch)
@@ -225,7 +232,8 @@ class Runtime:
         self.ring.flush()
         device = self.pool.device
         return tuple(  # type: ignore[return-value]
-            torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True) for values in (index, slots, positions)
+            torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
+            for values in (index, slots, positions)
         )
 
     def _prefill_window(
@@ -233,7 +241,7 @@ class Runtime:
     ) -> tuple[int, int]:
         """Positions ``[low, high)`` of this chunk whose queries are kept."""
         total = len(req.full_untruncated_fill_ids)
-        if total < self.config.target(self.shared_prefix(req, batch.tree_cache)):
+        if state.config is None or total < state.config.target(self.shared_prefix(req, batch.tree_cache)):
             return 0, 0
         low, high = max(prefix, total - self.config.buffer), prefix + extend
         if low < high and not state.ring_slot:
@@ -261,8 +269,8 @@ class Runtime:
     def record(self, state: RequestState, kv_tokens: int) -> dict[str, Any]:
         """What an answer says about eviction."""
         return {
-            "policy": self.config.policy,
-            "budget": self.config.budget,
+            "policy": state.config.policy if state.config else "none",
+            "budget": state.config.budget if state.config else None,
             "evictions": state.evictions,
             "evicted_tokens": state.evicted_tokens,
             "kv_tokens": kv_tokens,
@@ -289,11 +297,14 @@ def state_of(req: Req) -> RequestState:
             request_seed = 0
         else:
             request_seed = int.from_bytes(hashlib.blake2b(req.rid.encode(), digest_size=8).digest(), "little")
-        state = req.eviction_state = RequestState(request_key(runtime().config.seed, request_seed))
+        config = runtime().config
+        state = req.eviction_state = RequestState(
+            requests.asked(config, params.custom_params), request_key(config.seed, request_seed)
+        )
     return state
 
 
-def logical_length(req: Req, batch: ScheduleBatch) -> int:
+def logical_length(req: Req) -> int:
     """Tokens whose KV was ever written for ``req``: physical length plus what was evicted."""
     return req.kv.kv_allocated_len + state_of(req).evicted_tokens
 
@@ -313,6 +324,12 @@ def attach(_: None, worker: TpModelWorker, *args: Any, **kwargs: Any) -> None:
         hooks.verify()
         compat.check_model(runner.model_config)
         layers = forward.attention_layers(runner)
+        if config.footprint() > runner.token_to_kv_pool.size:
+            raise ValueError(
+                f"--eviction-budget {config.budget} and --eviction-buffer {config.buffer} never evict in a KV pool of "
+                f"{runner.token_to_kv_pool.size} tokens: lower --eviction-budget, or raise --mem-fraction-static "
+                "or --max-total-tokens"
+            )
     except ValueError as error:
         logger.error("error: %s", error)
         raise SystemExit(1) from None
@@ -344,6 +361,7 @@ def attach(_: None, worker: TpModelWorker, *args: Any, **kwargs: Any) -> None:
         pool=pool,
         req_to_token=runner.req_to_token_pool.req_to_token,
         page_size=kv.page_size,
+        capacity=kv.size,
         scale=layers[0].scaling,
         forward_stream=runner.forward_stream,
         ring=ring,
@@ -351,11 +369,14 @@ def attach(_: None, worker: TpModelWorker, *args: Any, **kwargs: Any) -> None:
         state=torch.zeros(pool.layers, pool.heads, pool.slots, device=pool.device) if policy.needs_state else None,
     )
     logger.info(
-        "KV eviction is on: %s, %s kernels; pool %d tokens, %d a request at most beside a protected prefix, query ring %.1f MiB",
-        config.as_dict(),
+        "KV eviction is on: %s, %s kernels. The pool's %d tokens hold %d requests of at most %d tokens each; "
+        "query ring: %d slots, %.1f MiB",
+        config.resolved(),
         ops.backend(pool.device),
         kv.size,
+        kv.size // (-(-config.footprint() // kv.page_size) * kv.page_size),
         config.footprint(),
+        ring.slots if ring is not None else 0,
         ring.nbytes / 2**20 if ring is not None else 0.0,
     )
 
@@ -391,6 +412,32 @@ def finish(req: Req) -> bool:
     state.kv_tokens = req.kv.kv_committed_len
     runtime().forget(req)
     return state.evictions == 0
+
+
+def retraction_order(order: list[int], reqs: list[Req]) -> list[int]:
+    """Keep longest what cannot come back: a retracted request prefills its whole logical length."""
+    return sorted(order, key=lambda i: can_return(reqs[i]))
+
+
+def can_return(req: Req) -> bool:
+    """Whether the pool could hold the request's prompt and outputs, as a prefill needs them."""
+    current = runtime()
+    return req.seqlen + current.page_size < current.capacity
+
+
+def abort_lost(result: tuple[list[Req], float, list[Req]], batch: ScheduleBatch) -> tuple[list[Req], float, list[Req]]:
+    """A retracted request that no prefill can bring back ends with an error instead of blocking the queue."""
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    retracted, ratio, aborted = result
+    lost = [req for req in retracted if not can_return(req)]
+    for req in lost:
+        req.to_finish = FINISH_ABORT(
+            f"Retracted under memory pressure after {req.seqlen} tokens, more than the KV pool holds at once: "
+            "it cannot be prefilled again. Raise --max-total-tokens or lower --max-running-requests.",
+            status_code=HTTPStatus.SERVICE_UNAVAILABLE,
+        )
+    return [req for req in retracted if can_return(req)], ratio, [*aborted, *lost]
 
 
 def report_ready(info: dict[str, Any], scheduler: Any) -> dict[str, Any]:

@@ -105,7 +105,7 @@ class VaseServerArgs(ServerArgs, dict=True):
     def resolved_dict(self) -> dict[str, Any]:
         resolved = super().resolved_dict()
         if (config := self.eviction_settings()) is not None:
-            values = config.as_dict()
+            values = config.resolved()
             resolved["eviction"] = values.pop("policy")
             resolved.update({f"eviction_{name}": value for name, value in values.items()})
         return resolved
@@ -128,9 +128,14 @@ def activate(config: EvictionConfig) -> None:
 
 
 def _rebuild(cls: type[VaseServerArgs], fields: dict[str, Any], bookkeeping: dict[str, Any]) -> VaseServerArgs:
-    """Unpickle in a child process; SGLang loads plugins right after, so the hooks follow ``active``."""
+    """Unpickle in a child process. A scheduler loads plugins right after, which follow ``active``; a
+    tokenizer worker has loaded them by now."""
     record = cls(**fields)
     record.__dict__.update(bookkeeping)
     if (config := record.eviction_settings()) is not None:
         activate(config)
+        if "sglang.srt.managers.tokenizer_manager" in sys.modules:
+            from sgl_vase_srt import hooks
+
+            hooks.install_frontend()
     return record

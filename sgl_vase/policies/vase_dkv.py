@@ -22,6 +22,8 @@ class Options:
 
 
 class VaseDKV(Policy):
+    """``||G^T k||^2 ||G^T v||^2``, ``G ~ N(0, 1/rank)`` of each request, layer and round; the first positions stay."""
+
     name = "vase-dkv"
     Options: ClassVar[type] = Options
     fixed_round: ClassVar[bool] = False

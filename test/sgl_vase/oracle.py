@@ -74,7 +74,7 @@ def top(ranking: Ranking, count: int) -> np.ndarray:
 
 
 def check(kept: np.ndarray, ranking: Ranking, count: int) -> int:
-    """Kept candidates that differ from ``top``'s. Raises ``AssertionError`` unless scores within their slack explain it."""
+    """How many survivors differ from ``top``'s; ``AssertionError`` unless scores within their slack explain it."""
     n = len(ranking.tier)
     assert kept.shape == (count,), f"{kept.shape} survivors instead of {count}"
     assert (np.diff(kept) > 0).all(), f"not strictly ascending: {kept}"
@@ -173,7 +173,7 @@ def pool(x: np.ndarray, width: int, how: Callable[[np.ndarray], float]) -> np.nd
     return np.array([how(x[max(0, i - half) : i + half + 1]) for i in range(len(x))])
 
 
-def importance(row: Row, layer: int, head: int, width: int = 5, last: int | None = None, peak: bool = False):
+def importance(row: Row, layer: int, head: int, *, width=5, last: int | None = None, peak=False) -> np.ndarray:
     """``[n]``: mean over queries, pooled along time, mean over the group; ``peak``: pooled and grouped by maximum."""
     count = row.q.shape[2] if last is None else min(last, row.q.shape[2])
     how = np.max if peak else lambda part: np.sum(part) / width
@@ -204,11 +204,11 @@ def unit_keys(k: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 # --- policies -------------------------------------------------------------------------------------------------------
 
 
-def attnv(row: Row, layer: int, head: int, sampling=True, size="range", sinks=True, width=5) -> Ranking:
+def attnv(row: Row, layer: int, head: int, *, sampling=True, size="range", sinks=True, width=5) -> Ranking:
     r, rel = magnitude(row.v[layer, head], size)
     by_value = rank(r, rel * np.abs(r), row.sinks if sinks else 0)
     reserved = top(by_value, row.reserve)
-    s = importance(row, layer, head, width)
+    s = importance(row, layer, head, width=width)
     s[reserved] = 0
     rest = race(s, np.full(row.n, REL), row, layer, head) if sampling else rank(s, REL * s)
     rest.tier[reserved] = 4
@@ -226,7 +226,7 @@ def close_cut(ranking: Ranking, count: int) -> bool:
     return bool(ranking.tier[a] == ranking.tier[b] and ranking.score[a] > ranking.score[b] and worse <= better)
 
 
-def dkv(row: Row, layer: int, head: int, fresh=True, columns=20) -> Ranking:
+def dkv(row: Row, layer: int, head: int, *, fresh=True, columns=20) -> Ranking:
     score = np.ones(row.n)
     for x in (row.k[layer, head], row.v[layer, head]):
         g = projection(x.shape[1], row.seed, row.layer_offset + layer, row.round if fresh else 0, columns)
@@ -234,7 +234,7 @@ def dkv(row: Row, layer: int, head: int, fresh=True, columns=20) -> Ranking:
     return rank(score, REL * np.abs(score), row.sinks)
 
 
-def curdkv(row: Row, layer: int, head: int, columns=20) -> Ranking:
+def curdkv(row: Row, layer: int, head: int, *, columns=20) -> Ranking:
     return dkv(row, layer, head, fresh=False, columns=columns)
 
 
@@ -261,13 +261,13 @@ def redundancy(k: np.ndarray, spare_newest: bool) -> np.ndarray:
     return np.where(finite, weights / weights.sum(), np.nan)
 
 
-def rkv(row: Row, layer: int, head: int, lam=0.5, spare_newest=False, own=False) -> Ranking:
-    i = importance(row, layer, head, 7, last=8, peak=True) if own else importance(row, layer, head)
+def rkv(row: Row, layer: int, head: int, *, lam=0.5, spare_newest=False, own=False) -> Ranking:
+    i = importance(row, layer, head, width=7, last=8, peak=True) if own else importance(row, layer, head)
     red = redundancy(row.k[layer, head], spare_newest)
     return rank(lam * i - (1 - lam) * red, REL * (lam * i + (1 - lam) * red))
 
 
-def random(row: Row, layer: int, head: int, sinks=True) -> Ranking:
+def random(row: Row, layer: int, head: int, *, sinks=True) -> Ranking:
     ranking = race(np.ones(row.n), np.zeros(row.n), row, layer, head)
     if sinks:
         ranking.tier[: row.sinks] = 3
@@ -293,12 +293,12 @@ def knorm(row: Row, layer: int, head: int) -> Ranking:
     return rank(-norm, rel * norm)
 
 
-def value_range(row: Row, layer: int, head: int, sinks=True) -> Ranking:
+def value_range(row: Row, layer: int, head: int, *, sinks=True) -> Ranking:
     r, rel = magnitude(row.v[layer, head], "range")
     return rank(r, rel * r, row.sinks if sinks else 0)
 
 
-def evict_large_range(row: Row, layer: int, head: int, sinks=False) -> Ranking:
+def evict_large_range(row: Row, layer: int, head: int, *, sinks=False) -> Ranking:
     r, rel = magnitude(row.v[layer, head], "range")
     return rank(-r, rel * r, row.sinks if sinks else 0)
 

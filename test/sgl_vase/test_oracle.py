@@ -1,7 +1,8 @@
 """Kept sets of every policy, and compaction, against the independent oracle.
 
 Sets must be equal. Only where two oracle scores lie within the float32 rounding stated in ``oracle.py`` (``REL``,
-``ROUND``) of the cut may they be exchanged; each test counts such sets and fails beyond ``allowed``.
+``ROUND``) of the cut may they be exchanged: at most one candidate a batch (none where scores tie exactly), and one
+for every 1,000 sets over the whole table. As many sets may be left out because their reserve is that close.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
-import oracle
 import pytest
 import torch
 from sgl_vase_kernels import KVPool, QueryWindow, Rows, ops
 
-from sgl_vase import Policy, Round, policy_class, policy_names
+from sgl_vase import Round, policy_class, policy_names
+
+from . import oracle
 
 FLOAT32, BFLOAT16, FLOAT16, FLOAT8 = torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn
 
@@ -48,10 +50,12 @@ POLICIES = {
     "vase-dkv/rank-7": entry("vase-dkv", oracle.dkv, {"rank": 7}, columns=7),
     "snapkv": entry("snapkv", oracle.snapkv),
     "curdkv": entry("curdkv", oracle.curdkv),
+    "curdkv/rank-7": entry("curdkv", oracle.curdkv, {"rank": 7}, columns=7),
     "r-kv": entry("r-kv", oracle.rkv),
     "r-kv/lam": entry("r-kv", oracle.rkv, {"lam": 0.1}, lam=0.1),
     "r-kv/spare": entry("r-kv", oracle.rkv, {"spare_newest": True}, spare_newest=True),
-    "r-kv/own": entry("r-kv", oracle.rkv, {"variant": "r-kv", "spare_newest": True}, own=True, spare_newest=True),
+    "r-kv/own": entry("r-kv", oracle.rkv, {"variant": "r-kv"}, own=True),
+    "r-kv/own-spare": entry("r-kv", oracle.rkv, {"variant": "r-kv", "spare_newest": True}, own=True, spare_newest=True),
     "random": entry("random", oracle.random),
     "random/no-sinks": entry("random", oracle.random, {"sinks": False}, sinks=False),
     "streaming": entry("streaming", oracle.streaming),
@@ -87,6 +91,7 @@ RAGGED = (
     Request(50, 50, 12, 4),
     Request(70, 0, 0, 4),
 )
+LONG = (Request(961, 960, 256, 4, 64), Request(8192, 960, 256, 4, 64))
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,7 @@ class Shape:
 
 
 def flat(k, v, q, r):
+    """All candidates alike; every size is a power of two, so that float32 sums are exact and ties are ties."""
     k[:], v[:] = ((1, 1), (0, 0), (1, 0), (0, 0.5))[r]
 
 
@@ -169,19 +175,7 @@ SHAPES = {
     "fp8-hnd16-g2-d64": Shape(FLOAT8, "HND", 16, 2, 2, 64, 64),
     "one-request-w64": Shape(FLOAT32, "NHD", 1, 2, 2, 64, 64, (Request(500, 128, 32, 4, 64),), window=64, buffer=64),
     "window-over-buffer": Shape(BFLOAT16, "NHD", 1, 2, 2, 64, 64, RAGGED[:4], window=64, buffer=7, scale=0.3),
-    "long": Shape(
-        BFLOAT16,
-        "NHD",
-        1,
-        1,
-        2,
-        64,
-        64,
-        (Request(961, 960, 256, 4, 64), Request(8192, 960, 256, 4, 64)),
-        layers=1,
-        window=64,
-        buffer=64,
-    ),
+    "long": Shape(BFLOAT16, "NHD", 1, 1, 2, 64, 64, LONG, layers=1, window=64, buffer=64),
     "flat": Shape(
         FLOAT16, "NHD", 1, 2, 2, 64, 64, tuple(Request(64, 20, 6, 4) for _ in range(4)), edit=flat, exact=True
     ),
@@ -364,14 +358,22 @@ def test_table_is_complete():
             assert any(v is not None and v != getattr(defaults, field.name) for v in values), (cls.name, field.name)
 
 
+@pytest.fixture(scope="module")
+def overall():
+    """Sums the tallies of all tests; fails at the end where exchanges are not rare."""
+    total = Tally()
+    yield total
+    assert max(total.swapped, total.undecided) <= 1 + total.sets // 1000, total
+
+
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_kept_sets(name, shape):
+def test_kept_sets(name, shape, overall):
     case = build(shape)
     tally = compare(select(POLICIES[name], case.round), POLICIES[name].oracle, case)
-    print(name, shape, tally)
-    allowed = 0 if SHAPES[shape].exact else 1
-    assert tally.swapped <= allowed and tally.undecided <= 1, tally
+    assert tally.swapped <= (0 if SHAPES[shape].exact else 1) and tally.undecided <= 1, tally
+    for field in fields(Tally):
+        setattr(overall, field.name, getattr(overall, field.name) + getattr(tally, field.name))
 
 
 @pytest.mark.parametrize("group", [1, 4])
@@ -380,21 +382,18 @@ def test_h2o_over_rounds(group):
     rng = np.random.default_rng(group)
     heads, dim, layers, buffer, window = 2, 64, 2, 8, 8
     entry, policy = POLICIES["h2o"], policy_class("h2o")()
-    keeps, lengths = (30, 41), [54, 41 + 2 * buffer]
+    keeps, lengths, ends, valid = (30, 41), (54, 41 + 2 * buffer), (16, 24), (window, 5)
     slots = rng.permutation(np.arange(1, 160))[: sum(lengths)]
     where = [slots[: lengths[0]], slots[lengths[0] :]]
     k = torch.full((layers, 160, heads, dim), torch.nan)
     v = torch.full((layers, 160, heads, dim), torch.nan)
     state = torch.full((layers, heads, 160), torch.nan)
     pool = KVPool.from_slots(list(k), list(v))
-    totals: dict[tuple[int, int, bytes], float] = {}  # by layer, head and the key itself
-    fresh = list(where)
-    carried = [0, 0]
+    totals: dict[bytes, float] = {}  # by the key vector itself: no two are alike
+    fresh, carried = where, (0, 0)
     for number in range(5):
         for row in fresh:
-            k[:, row], v[:, row] = torch.randn(
-                2, layers, len(row), heads, dim, generator=torch.Generator().manual_seed(number)
-            )
+            k[:, row], v[:, row] = torch.from_numpy(rng.normal(size=(2, layers, len(row), heads, dim))).float()
         ring = torch.from_numpy(2 * rng.normal(size=(layers, 2, window, heads * group, dim))).float()
         round = Round(
             pool,
@@ -408,23 +407,17 @@ def test_h2o_over_rounds(group):
                 sinks=(4, 0),
                 seed=(1, 2),
                 round=(number, number),
-                carried=tuple(carried),
+                carried=carried,
             ),
-            QueryWindow(ring, (1, 0), (16, 24), (window, 5), dim**-0.5),
+            QueryWindow(ring, (1, 0), ends, valid, dim**-0.5),
             state,
         )
         rows = []
         for r, row in enumerate(where):
             held = k[:, row].transpose(1, 2)
             n = len(row) - buffer
-            queries = ring[:, 1 - r, [p % window for p in range((16, 24)[r] - (window, 5)[r], (16, 24)[r])]]
-            before = [
-                [
-                    [totals[layer, head, held[layer, head, i].numpy().tobytes()] for i in range(carried[r])]
-                    for head in range(heads)
-                ]
-                for layer in range(layers)
-            ]
+            queries = ring[:, 1 - r, [p % window for p in range(ends[r] - valid[r], ends[r])]]
+            before = [totals[key.numpy().tobytes()] for key in held[:, :, : carried[r]].reshape(-1, dim)]
             rows.append(
                 oracle.Row(
                     k=held[:, :, :n].double().numpy(),
@@ -450,15 +443,14 @@ def test_h2o_over_rounds(group):
                 for head in range(heads):
                     score = oracle.h2o(rows[r], layer, head).score
                     for i, total in enumerate(score):
-                        totals[layer, head, held[r][layer, head, i].numpy().tobytes()] = total
-                    survivors = [k[layer, slot, head].numpy().tobytes() for slot in row[: keeps[r]]]
-                    want = [totals[layer, head, key] for key in survivors]
+                        totals[held[r][layer, head, i].numpy().tobytes()] = total
+                    want = [totals[k[layer, slot, head].numpy().tobytes()] for slot in row[: keeps[r]]]
                     got = state[layer, head, row[: keeps[r]]].numpy()
                     np.testing.assert_allclose(got, want, rtol=oracle.REL)
         # the next round's row: survivors, this round's buffer, as many new tokens
         fresh = [row[keep + buffer : keep + 2 * buffer] for row, keep in zip(where, keeps, strict=True)]
         where = [row[: keep + 2 * buffer] for row, keep in zip(where, keeps, strict=True)]
-        carried = list(keeps)
+        carried = keeps
 
 
 # --- the comparison itself ------------------------------------------------------------------------------------------
@@ -479,12 +471,13 @@ def test_check_grants_rounding_and_nothing_else():
 
 
 def noisy(scorer):
-    """Scores wrong by about one percent."""
+    """Scores wrong by three percent of their spread."""
 
     def score(row, layer, head):
         ranking = scorer(row, layer, head)
         noise = np.random.default_rng(layer).normal(size=row.n)
-        return replace(ranking, score=ranking.score + 0.01 * noise * np.abs(ranking.score))
+        spread = np.std(ranking.score[np.isfinite(ranking.score)])
+        return replace(ranking, score=ranking.score + 0.03 * spread * noise)
 
     return score
 
@@ -543,17 +536,17 @@ BITS = {FLOAT32: torch.int32, BFLOAT16: torch.int16, FLOAT16: torch.int16, FLOAT
 
 @pytest.mark.parametrize("keep_order", [True, False])
 @pytest.mark.parametrize(
-    "dtype, layout, page_size, heads, k_dim, v_dim",
+    "dtype, layout, page_size, heads, dims",
     [
-        (FLOAT32, "NHD", 1, 2, 64, 64),
-        (BFLOAT16, "HND", 16, 3, 80, 80),
-        (FLOAT16, "NHD", 16, 1, 128, 64),
-        (FLOAT8, "HND", 1, 2, 256, 256),
+        (FLOAT32, "NHD", 1, 2, (64, 64)),
+        (BFLOAT16, "HND", 16, 3, (80, 80)),
+        (FLOAT16, "NHD", 16, 1, (128, 64)),
+        (FLOAT8, "HND", 1, 2, (256, 256)),
     ],
 )
-def test_compact(dtype, layout, page_size, heads, k_dim, v_dim, keep_order):
+def test_compact(dtype, layout, page_size, heads, dims, *, keep_order):
     """Every bit of the pool: survivors and buffer at the row's front, all else (other slots, the tail) as it was."""
-    rng = np.random.default_rng(k_dim + heads)
+    rng = np.random.default_rng(sum(dims))
     layers = 3
     for buffer, plan in (
         (8, ((40, 15), (9, 8), (8, 8), (30, 0), (100, 99), (60, 3), (0, 0))),
@@ -566,7 +559,7 @@ def test_compact(dtype, layout, page_size, heads, k_dim, v_dim, keep_order):
         low, high = torch.iinfo(BITS[dtype]).min, torch.iinfo(BITS[dtype]).max
         before = [
             torch.from_numpy(rng.integers(low, high, (layers, count, heads, dim), endpoint=True)).to(BITS[dtype])
-            for dim in (k_dim, v_dim)
+            for dim in dims
         ]
         pool = KVPool(
             *(tuple(paged(layer.view(dtype), layout, page_size).clone() for layer in x) for x in before), layout

@@ -27,25 +27,29 @@ def row_field(meta, row, COLUMN: tl.constexpr):
 
 
 @triton.jit
-def buffer_base(table, index, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
-    """Pointer number ``index`` of the address table; ``ALIGN``: bytes it is known to be a multiple of."""
-    return tl.multiple_of(tl.load(table + index).to(tl.pointer_type(DTYPE)), ALIGN)
-
-
-@triton.jit
-def slot_offset(slot, head, stride_page, stride_token, stride_head, PAGE: tl.constexpr):
+def vector_offset(side, slot, head):
     """Elements from a layer's base to the vector of ``slot`` (int64) and ``head``."""
-    return (slot // PAGE) * stride_page + (slot % PAGE) * stride_token + head * stride_head
+    return (
+        (slot // side.page) * side.page_stride
+        + (slot % side.page) * side.token_stride
+        + head.to(tl.int64) * side.head_stride
+    )
 
 
 @triton.jit
-def load_vectors(base, offset, valid, DIM: tl.constexpr, DIM_PAD: tl.constexpr, FORMAT: tl.constexpr):
-    """``[BLOCK, DIM_PAD]`` vectors, zero where not ``valid`` and past ``DIM``, one-byte floats as float16."""
-    d = tl.arange(0, DIM_PAD)
+def layer_base(side, layer):
+    """Pointer to the layer's buffer."""
+    return tl.multiple_of(tl.load(side.table + layer).to(tl.pointer_type(side.dtype)), side.align)
+
+
+@triton.jit
+def load_vectors(side, base, offset, valid):
+    """``[BLOCK, dim_pad]`` vectors, 0 where not ``valid`` and past ``dim``; one-byte floats as float16."""
+    d = tl.arange(0, side.dim_pad)
     mask = valid[:, None]
-    if DIM < DIM_PAD:
-        mask = mask & (d < DIM)[None, :]
-    return widen(tl.load(base + offset[:, None] + d[None, :], mask=mask, other=0), FORMAT)
+    if side.dim < side.dim_pad:
+        mask = mask & (d < side.dim)[None, :]
+    return widen(tl.load(base + offset[:, None] + d[None, :], mask=mask, other=0), side.format)
 
 
 @triton.jit
@@ -87,7 +91,11 @@ def log_exponential(word):
 @triton.jit
 def normal(word0, word1):
     """N(0, 1) draw (Box-Muller), float32."""
-    return tl.sqrt(-2.0 * tl.log(uniform(word0))) * tl.cos(6.283185307179586 * uniform(word1))
+    # cos(2 pi u) = sin(y) with |y| <= pi / 2: the odd Taylor polynomial of degree 11 is off by 6e-8 at most.
+    y = 6.283185307179586 * (tl.abs(uniform(word1) - 0.5) - 0.25)
+    z = y * y
+    tail = 1 / 120 + z * (-1 / 5040 + z * (1 / 362880 - z * (1 / 39916800)))
+    return tl.sqrt(-2.0 * tl.log(uniform(word0))) * y * (1.0 + z * (-1 / 6 + z * tail))
 
 
 @triton.jit

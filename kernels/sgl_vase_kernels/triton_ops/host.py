@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -69,37 +69,46 @@ def address_table(addresses: tuple[int, ...], device: torch.device) -> torch.Ten
     return upload(addresses, device)
 
 
-def cache_arguments(pool: KVPool, which: str) -> dict[str, Any]:
-    """What every kernel needs to read one side of the cache, ``which`` = ``k`` or ``v``."""
+class Side(NamedTuple):
+    """The keys or the values of a pool, as a kernel argument."""
+
+    table: torch.Tensor
+    """Data pointers, int64 ``[layers]``."""
+    scale: torch.Tensor | None
+    dtype: tl.constexpr
+    format: tl.constexpr
+    align: tl.constexpr
+    """Bytes that every vector's address is a multiple of."""
+    page: tl.constexpr
+    """Tokens a page; the strides below count elements."""
+    page_stride: tl.constexpr
+    token_stride: tl.constexpr
+    head_stride: tl.constexpr
+    dim: tl.constexpr
+    dim_pad: tl.constexpr
+
+
+def side(pool: KVPool, which: str) -> Side:
+    """``which`` = ``k`` or ``v`` of the pool. Raises ``ValueError`` on what the kernels do not support."""
     buffers: tuple[torch.Tensor, ...] = getattr(pool, which)
-    scale: torch.Tensor | None = getattr(pool, f"{which}_scale")
     first = buffers[0]
     if first.dtype not in _FORMATS:
         raise ValueError(f"{which} has dtype {first.dtype}; supported: {', '.join(map(str, _FORMATS))}")
     if not 1 <= (dim := first.shape[3]) <= MAX_DIM:
         raise ValueError(f"{which} has head dim {dim}, at most {MAX_DIM} is supported")
     if pool.device.type != "cuda" and not interpreting() and Target.capability is None:
-        raise ValueError(f"the pool is on {pool.device}: Triton kernels need CUDA, or TRITON_INTERPRET=1 at start")
-    page, token, head = (first.stride(i) for i in ((0, 1, 2) if pool.layout == "NHD" else (0, 2, 1)))
+        raise ValueError(f"the pool is on {pool.device}: Triton needs CUDA, or TRITON_INTERPRET=1 from the start")
+    strides = [first.stride(i) for i in ((0, 1, 2) if pool.layout == "NHD" else (0, 2, 1))]
     dtype, number_format = _FORMATS[first.dtype]
     if number_format == "e4m3" and capability(pool.device) < (8, 9):
         number_format = "e4m3-bits"
     addresses = tuple(b.data_ptr() for b in buffers)
-    steps = (*addresses, *(s * first.element_size() for s in (page, token, head)))
-    return {
-        "table": address_table(addresses, pool.device),
-        "scale": address_table(addresses, pool.device) if scale is None else scale,
-        "SCALED": scale is not None,
-        "DTYPE": dtype,
-        "FORMAT": number_format,
-        "ALIGN": 16 if all(s % 16 == 0 for s in steps) else first.element_size(),
-        "PAGE": pool.page_size,
-        "PAGE_STRIDE": page,
-        "TOKEN_STRIDE": token,
-        "HEAD_STRIDE": head,
-        "DIM": dim,
-        "DIM_PAD": max(16, triton.next_power_of_2(dim)),
-    }
+    steps = (*addresses, *(s * first.element_size() for s in strides))
+    align = 16 if all(step % 16 == 0 for step in steps) else first.element_size()
+    constants = (dtype, number_format, align, pool.page_size, *strides, dim, max(16, triton.next_power_of_2(dim)))
+    return Side(
+        address_table(addresses, pool.device), getattr(pool, f"{which}_scale"), *(tl.constexpr(c) for c in constants)
+    )
 
 
 def row_metadata(rows: Rows) -> torch.Tensor:

@@ -11,52 +11,30 @@ from sgl_vase_kernels.triton_ops.device import (
     CANDIDATES,
     SCORE_START,
     SLOT_START,
-    buffer_base,
+    layer_base,
     load_vectors,
     row_field,
-    slot_offset,
+    vector_offset,
 )
-from sgl_vase_kernels.triton_ops.host import cache_arguments, launch, new_scores, row_metadata, tiles
+from sgl_vase_kernels.triton_ops.host import launch, new_scores, row_metadata, side, tiles
 
 
 @triton.jit(do_not_specialize=["heads", "total"])
-def magnitude_kernel(
-    out,
-    slots,
-    meta,
-    heads,
-    total,
-    table,
-    scale,
-    SCALED: tl.constexpr,
-    DTYPE: tl.constexpr,
-    FORMAT: tl.constexpr,
-    ALIGN: tl.constexpr,
-    PAGE: tl.constexpr,
-    PAGE_STRIDE: tl.constexpr,
-    TOKEN_STRIDE: tl.constexpr,
-    HEAD_STRIDE: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    KIND: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def magnitude_kernel(out, slots, meta, heads, total, x_side, KIND: tl.constexpr, BLOCK: tl.constexpr):
     """``out[layer, head, candidate]`` for ``BLOCK`` candidates of one row, layer and head."""
     head = tl.program_id(0) % heads
+    start = tl.program_id(0) // heads * BLOCK
     row = tl.program_id(1)
     layer = tl.program_id(2)
     candidates = row_field(meta, row, CANDIDATES)
-    start = tl.program_id(0) // heads * BLOCK
     if start < candidates:
         index = start + tl.arange(0, BLOCK)
         valid = index < candidates
         slot = tl.load(slots + row_field(meta, row, SLOT_START) + index, mask=valid, other=0)
-        offset = slot_offset(slot, head, PAGE_STRIDE, TOKEN_STRIDE, HEAD_STRIDE, PAGE)
-        base = buffer_base(table, layer, DTYPE, ALIGN)
-        x = load_vectors(base, offset, valid, DIM, DIM_PAD, FORMAT).to(tl.float32)
-        if SCALED:
-            x *= tl.load(scale + layer)
-        real = (tl.arange(0, DIM_PAD) < DIM)[None, :]
+        x = load_vectors(x_side, layer_base(x_side, layer), vector_offset(x_side, slot, head), valid).to(tl.float32)
+        if x_side.scale is not None:
+            x *= tl.load(x_side.scale + layer)
+        real = (tl.arange(0, x_side.dim_pad) < x_side.dim)[None, :]
         if KIND == "range":
             result = tl.max(tl.where(real, x, float("-inf")), 1) - tl.min(tl.where(real, x, float("inf")), 1)
         elif KIND == "absmax":
@@ -64,11 +42,11 @@ def magnitude_kernel(
         elif KIND == "l2":
             result = tl.sqrt(tl.sum(x * x, 1))
         else:
-            mean = tl.sum(x, 1) / DIM
+            mean = tl.sum(x, 1) / x_side.dim
             centred = tl.where(real, x - mean[:, None], 0.0)
-            result = tl.sum(centred * centred, 1) / DIM
-        # max and min drop NaN; a sum does not.
-        result = tl.where(tl.sum((x != x).to(tl.int32), 1) > 0, float("nan"), result)
+            result = tl.sum(centred * centred, 1) / x_side.dim
+        # max and min skip NaN.
+        result = tl.where(tl.max((x != x).to(tl.int32), 1) > 0, float("nan"), result)
         place = (layer * heads + head).to(tl.int64) * total + row_field(meta, row, SCORE_START)
         tl.store(out + place + index, result, mask=valid)
 
@@ -76,19 +54,9 @@ def magnitude_kernel(
 def _magnitude(pool: KVPool, rows: Rows, which: str, kind: str) -> torch.Tensor:
     out = new_scores(pool, rows)
     block = 64
-    launch(
-        magnitude_kernel,
-        (pool.heads * tiles(rows, block), len(rows), pool.layers),
-        out,
-        rows.slots,
-        row_metadata(rows),
-        pool.heads,
-        out.shape[2],
-        **cache_arguments(pool, which),
-        KIND=kind,
-        BLOCK=block,
-        num_warps=4,
-    )
+    grid = (pool.heads * tiles(rows, block), len(rows), pool.layers)
+    args = (out, rows.slots, row_metadata(rows), pool.heads, out.shape[2], side(pool, which))
+    launch(magnitude_kernel, grid, *args, KIND=kind, BLOCK=block, num_warps=4)
     return out
 
 

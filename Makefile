@@ -1,0 +1,41 @@
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+DEMO_MODEL ?= models/smollm2
+ARGS ?= --eviction vase
+
+PY := $(VENV)/bin/python
+SOURCES := pyproject.toml $(shell find kernels python sgl_vase -name '*.py')
+
+.PHONY: help demo test lint serve
+
+help:
+	@echo "make demo              install, build a small model, serve it with eviction, stream one long answer"
+	@echo "make test              install and run the tests (PYTEST_ARGS='-k name' to choose)"
+	@echo "make lint              install and run ruff and mypy"
+	@echo "make serve MODEL=DIR   serve your own model (ARGS='$(ARGS)')"
+
+demo: $(VENV)/.installed-demo
+	$(PY) -m benchmark.demo --model $(DEMO_MODEL) $(DEMO_ARGS)
+
+test: $(VENV)/.installed-test
+	$(PY) -m benchmark.demo_model $(DEMO_MODEL)
+	SGL_VASE_TEST_MODEL=$(abspath $(DEMO_MODEL)) $(PY) -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+serve: $(VENV)/.installed-demo
+	@test -n "$(MODEL)" || { echo "error: name a model: make serve MODEL=DIR_OR_NAME [ARGS='--eviction vase ...']" >&2; exit 2; }
+	$(PY) -m sglang.launch_server --model-path "$(MODEL)" $(ARGS)
+
+$(PY):
+	@test -n "$(PYTHON)" || { echo "error: no python3 found; set PYTHON=/path/to/python3.11" >&2; exit 2; }
+	"$(PYTHON)" -m venv $(VENV)
+
+# Reinstalled whenever a source changed; after the first time only this project's own files are rebuilt.
+$(VENV)/.installed-%: $(SOURCES) | $(PY)
+	@echo "Installing into $(VENV); the first time downloads SGLang and PyTorch (11 GB on disk, some minutes)"
+	$(PY) -m pip install --disable-pip-version-check ".[$*]"
+	@touch $@

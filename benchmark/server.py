@@ -1,0 +1,152 @@
+"""A real SGLang server process for tests, measurements and the demo: started on a free port, always torn down."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+import requests
+
+
+class ServerError(RuntimeError):
+    """The server did not come up; the message ends with the last lines of its log."""
+
+
+def free_port() -> int:
+    """A TCP port on the loopback interface that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Server:
+    """``python -m sglang.launch_server`` with ``flags``, in a process session of its own.
+
+    ``env`` is added to this process's environment. ``log`` receives the server's output; without it the log lives in a
+    temporary folder until ``stop``. Use as a context manager, or pair ``start`` with ``stop``.
+    """
+
+    def __init__(
+        self, model: Path | str, flags: Sequence[str] = (), *, env: Mapping[str, str] = {}, log: Path | None = None
+    ) -> None:
+        self.model = Path(model)
+        self.flags = list(flags)
+        self.env = dict(env)
+        self._folder = None if log else Path(tempfile.mkdtemp(prefix="sgl-vase-server-"))
+        self.log_path = log or self._folder / "log.txt"
+        self.port = 0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        """Process id of the HTTP server. Raises ``ServerError`` when it is not running."""
+        if self._process is None:
+            raise ServerError("the server is not running")
+        return self._process.pid
+
+    def log(self) -> str:
+        """Everything the server has printed so far."""
+        return self.log_path.read_text(errors="replace")
+
+    def start(self, timeout: float = 600, on_wait: Callable[[float], None] = lambda seconds: None) -> Server:
+        """Start and return once the server has generated a token; ``on_wait(seconds)`` is called while it has not.
+
+        Raises ``ServerError`` when the process ends first or ``timeout`` seconds pass; nothing is left running then.
+        """
+        self.port = free_port()
+        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(self.model)]
+        with self.log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                [*command, "--port", str(self.port), *self.flags],
+                env={**os.environ, **self.env},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            self._wait_until_ready(timeout, on_wait)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def stop(self) -> None:
+        """End the server and every process it started; safe to call twice."""
+        process, self._process = self._process, None
+        if process is not None:
+            family = _family(process.pid)
+            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=20)
+            # SGLang's children outlive a parent that was killed or crashed.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            for member in family:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    member.kill()
+            psutil.wait_procs(family, timeout=10)
+            process.wait()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> Server:
+        return self if self._process else self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _wait_until_ready(self, timeout: float, on_wait: Callable[[float], None]) -> None:
+        begin = time.monotonic()
+        while (elapsed := time.monotonic() - begin) < timeout:
+            if self._process is None or self._process.poll() is not None:
+                raise ServerError(f"the server exited while starting; the end of its log:\n{self._tail()}")
+            # Another process may answer on this port: believe only our own.
+            if self._listens() and self._generates():
+                return
+            on_wait(elapsed)
+            time.sleep(0.5)
+        raise ServerError(f"the server was not ready after {timeout:.0f} s; the end of its log:\n{self._tail()}")
+
+    def _listens(self) -> bool:
+        for member in _family(self.pid):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for connection in member.net_connections(kind="tcp"):
+                    if connection.status == psutil.CONN_LISTEN and connection.laddr.port == self.port:
+                        return True
+        return False
+
+    def _generates(self) -> bool:
+        try:
+            return requests.get(f"{self.url}/health_generate", timeout=60).status_code == 200
+        except requests.RequestException:
+            return False
+
+    def _tail(self, lines: int = 20) -> str:
+        return "\n".join(self.log().splitlines()[-lines:])
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []

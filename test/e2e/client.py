@@ -1,0 +1,44 @@
+"""A thin HTTP client of a server under test."""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import requests
+
+GREEDY = {"temperature": 0, "frequency_penalty": 0.6, "ignore_eos": True}
+"""Deterministic and natural: without the penalty a small model falls into loops that hide faults."""
+
+
+def post(url: str, path: str, **body: Any) -> requests.Response:
+    return requests.post(url + path, json=body, timeout=900)
+
+
+def generate(url: str, prompt: str | list[int], new_tokens: int, **extra: Any) -> dict[str, Any]:
+    """One native ``/generate`` answer; ``sampling`` overrides sampling parameters, the rest joins the request."""
+    sampling = {**GREEDY, "max_new_tokens": new_tokens, **extra.pop("sampling", {})}
+    key = "text" if isinstance(prompt, str) else "input_ids"
+    response = post(url, "/generate", **{key: prompt, "sampling_params": sampling, **extra})
+    response.raise_for_status()
+    return response.json()
+
+
+def generate_all(url: str, prompts: list[Any], new_tokens: int, **extra: Any) -> list[dict[str, Any]]:
+    """All prompts at once, each a request of its own."""
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        return list(pool.map(lambda prompt: generate(url, prompt, new_tokens, **extra), prompts))
+
+
+def flush(url: str) -> None:
+    """Empty the radix tree; the server refuses while a request runs or a slot is lost."""
+    post(url, "/flush_cache").raise_for_status()
+
+
+def gauge(url: str, name: str) -> float:
+    """A value from ``/metrics``, summed over labels."""
+    text = requests.get(url + "/metrics", timeout=30).text
+    values = re.findall(rf"^{re.escape(name)}(?:_total)?{{[^}}]*}} (\S+)$", text, re.M)
+    assert values, f"{name} is not in /metrics"
+    return sum(map(float, values))

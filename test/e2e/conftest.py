@@ -1,0 +1,51 @@
+"""One server process a configuration, started on first use and torn down with the session."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmark.demo_model import build
+from benchmark.server import Server
+
+STRICT = {
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+}
+COMMON = (
+    *("--device", "cpu", "--dtype", "float32", "--context-length", "8192", "--max-total-tokens", "8192"),
+    *("--enable-metrics", "--decode-log-interval", "8", "--random-seed", "1"),
+)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2-135M-Instruct; ``SGL_VASE_TEST_MODEL`` names a built copy to reuse."""
+    if directory := os.environ.get("SGL_VASE_TEST_MODEL"):
+        return Path(directory)
+    directory = tmp_path_factory.mktemp("model") / "smollm2"
+    build(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def serve(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
+    """``serve(*flags, **env)``: the running server of that configuration. Two stay up at most: memory is shared."""
+    running: dict[tuple[object, ...], Server] = {}
+
+    def start(*flags: str, **env: str) -> Server:
+        key = (*flags, *sorted(env.items()))
+        if key not in running:
+            while len(running) >= 2:
+                running.pop(next(iter(running))).stop()
+            log = tmp_path_factory.mktemp("server") / "log.txt"
+            running[key] = Server(model, [*COMMON, *flags], env={**STRICT, **env}, log=log).start()
+        return running[key]
+
+    yield start
+    for server in running.values():
+        server.stop()

@@ -1,0 +1,192 @@
+"""Real servers over HTTP, SGLang's strict pool checks on: what an answer says, and what the pool holds."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import requests
+
+from benchmark.server import Server
+from sgl_vase import EvictionConfig
+from test.e2e.client import flush, gauge, generate, generate_all, post
+from test.e2e.texts import QUESTIONS, STORY, chat
+
+pytestmark = pytest.mark.e2e
+
+BUDGET, BUFFER, PRIVATE = 256, 64, 96
+VASE = ("--eviction", "vase", "--eviction-budget", str(BUDGET), "--eviction-min-private", str(PRIVATE))
+PAGED = (
+    *("--eviction", "vase-dkv", "--eviction-budget", str(BUDGET), "--eviction-min-private", str(PRIVATE)),
+    *("--page-size", "16", "--disable-overlap-schedule", "--enable-mixed-chunk", "--chunked-prefill-size", "256"),
+)
+UNSHARED = (
+    *("--eviction", "vase", "--eviction-budget", "128", "--disable-radix-cache"),
+    *("--chunked-prefill-size", "256", "--page-size", "16", "--enable-mixed-chunk"),
+)
+Serve = Callable[..., Server]
+
+
+def expected(prompt: int, new_tokens: int, page: int = 1) -> tuple[int, int]:
+    """Rounds, and KV tokens at the end, of a request whose prompt the tree owns."""
+    config = EvictionConfig(budget=BUDGET, buffer=BUFFER, min_private=PRIVATE)
+    length, rounds, protected = prompt, 0, prompt // page * page
+    # The first token comes from the prefill; a round may precede each decode step but the first.
+    for step in range(new_tokens - 1):
+        if step >= 1 and (plan := config.plan_row(length, protected)):
+            length, rounds = plan.target, rounds + 1
+        length += 1
+    return rounds, length
+
+
+@pytest.mark.parametrize("flags", [VASE, PAGED], ids=["overlap", "paged"])
+def test_prompts_of_every_awkward_length(serve: Serve, flags: tuple[str, ...]) -> None:
+    """Counters of unequal requests in one batch are those that the budget arithmetic predicts."""
+    server = serve(*flags)
+    page = 16 if flags is PAGED else 1
+    lengths = [1, 63, 64, 65, 127, 129, 300]
+    prompts = [[(7 * i + 11 * n) % 40000 + 100 for i in range(n)] for n in lengths]
+    for n, answer in zip(lengths, generate_all(server.url, prompts, 345), strict=True):
+        record = answer["meta_info"]["eviction"]
+        rounds, held = expected(n, 345, page)
+        assert record["evictions"] == rounds > 0, n
+        assert record["evicted_tokens"] == rounds * BUFFER, n
+        # With the overlap schedule one more step is in flight when a request ends.
+        assert held <= record["kv_tokens"] <= held + 1, n
+    flush(server.url)
+
+
+def test_kv_stays_bounded_while_1500_tokens_are_generated(serve: Serve) -> None:
+    server = serve(*VASE)
+    flush(server.url)
+    used: list[float] = []
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.5):
+            used.append(gauge(server.url, "sglang:num_used_tokens"))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        answer = generate(server.url, chat("Write a long story about a river."), 1500)
+    finally:
+        done.set()
+        watcher.join()
+    record = answer["meta_info"]["eviction"]
+    assert record["evictions"] >= (1500 - BUDGET) // BUFFER
+    assert record["kv_tokens"] + record["evicted_tokens"] >= 1500
+    assert BUDGET - BUFFER < max(used) <= BUDGET + BUFFER + 1
+    assert gauge(server.url, "sgl_vase:evicted_tokens") >= record["evicted_tokens"]
+    assert "#evictions: " in server.log()
+
+
+def test_a_budget_above_the_length_changes_nothing(serve: Serve) -> None:
+    """Eviction on but under budget, off, and SGLang without the plugin say the same words."""
+    prompts = [chat(question) for question in QUESTIONS[:3]]
+    texts = {}
+    for name, flags, env in (
+        ("evicting", VASE, {}),
+        ("off", (), {}),
+        ("stock", (), {"SGLANG_PLUGINS": "vase_cpu"}),
+    ):
+        answers = generate_all(serve(*flags, **env).url, prompts, 150)
+        texts[name] = [answer["text"] for answer in answers]
+        assert all(("eviction" in answer["meta_info"]) == (name == "evicting") for answer in answers)
+    assert texts["evicting"] == texts["off"] == texts["stock"]
+
+
+def test_shared_prefix_does_not_bleed(serve: Serve) -> None:
+    """Eight requests share a 700-token prefix and evict; each says what it says alone."""
+    server = serve(*VASE)
+    flush(server.url)
+    prompts = [chat(f"{STORY}\n\n{question}") for question in QUESTIONS]
+    together = generate_all(server.url, prompts, 230)
+    assert all(answer["meta_info"]["prompt_tokens"] > 700 for answer in together)
+    assert all(answer["meta_info"]["eviction"]["evictions"] >= 2 for answer in together)
+    alone = [generate(server.url, prompt, 230) for prompt in prompts]
+    # The shared part was hit after its first readers had evicted.
+    assert all(answer["meta_info"]["cached_tokens"] > 600 for answer in alone)
+    assert [a["text"] for a in together] == [a["text"] for a in alone]
+
+    reseeded = serve(*VASE, "--eviction-seed", "1")
+    other = generate_all(reseeded.url, prompts, 230)
+    assert [a["text"] for a in other] != [a["text"] for a in alone], "the comparison cannot fail"
+
+
+def test_identical_requests_in_a_row(serve: Serve) -> None:
+    server = serve(*VASE)
+    first, second = (generate(server.url, chat(QUESTIONS[5]), 400) for _ in range(2))
+    assert first["text"] == second["text"]
+    assert first["meta_info"]["eviction"] == second["meta_info"]["eviction"]
+    assert first["meta_info"]["eviction"]["evictions"] > 0
+
+
+@pytest.mark.parametrize("flags", [VASE, PAGED], ids=["overlap", "paged"])
+def test_resend_of_prompt_and_answer(serve: Serve, flags: tuple[str, ...]) -> None:
+    """The tree learned the prompt only; the second turn is recomputed past it, as a cold server does."""
+    server = serve(*flags)
+    flush(server.url)
+    question = "Write about the sea, the ships and the people who work there."
+    first = generate(server.url, chat(question), 400)
+    assert first["meta_info"]["eviction"]["evictions"] > 0
+    second_turn = chat(question, first["text"], "Now say it in one sentence.")
+    warm = generate(server.url, second_turn, 40)
+    assert 0 < warm["meta_info"]["cached_tokens"] <= first["meta_info"]["prompt_tokens"]
+    flush(server.url)
+    cold = generate(server.url, second_turn, 40)
+    assert cold["meta_info"]["cached_tokens"] == 0
+    assert warm["text"] == cold["text"]
+
+
+def test_abort_in_mid_generation(serve: Serve) -> None:
+    server = serve(*VASE)
+    answers: list[requests.Response] = []
+    request = threading.Thread(
+        target=lambda: answers.append(
+            post(
+                server.url,
+                "/generate",
+                text=chat(QUESTIONS[0]),
+                rid="doomed",
+                sampling_params={"max_new_tokens": 4000, "ignore_eos": True},
+            )
+        )
+    )
+    before = gauge(server.url, "sgl_vase:eviction_rounds")
+    request.start()
+    while gauge(server.url, "sgl_vase:eviction_rounds") < before + 2:
+        time.sleep(0.5)
+    post(server.url, "/abort_request", rid="doomed").raise_for_status()
+    request.join(60)
+    assert answers and answers[0].json()["meta_info"]["finish_reason"]["type"] == "abort"
+    time.sleep(2)  # idle: the strict checks run
+    flush(server.url)
+    assert generate(server.url, chat("Hello"), 5)["text"]
+
+
+def test_long_private_prompt(serve: Serve) -> None:
+    """Without a radix cache a long prompt is the request's own: it is compacted at the first decode steps."""
+    server = serve(*UNSHARED)
+    prompts = [chat(STORY * 3 + question) for question in QUESTIONS[:2]] + [chat("Hi")]
+    long, other, short = generate_all(server.url, prompts, 60)
+    for answer in (long, other):
+        assert answer["meta_info"]["prompt_tokens"] > 2000
+        record = answer["meta_info"]["eviction"]
+        assert record["evictions"] == 1
+        assert record["kv_tokens"] <= 128 + 64
+    assert short["meta_info"]["eviction"]["evictions"] == 0
+
+
+def test_openai_usage_and_server_info(serve: Serve) -> None:
+    server = serve(*VASE)
+    info = requests.get(server.url + "/server_info", timeout=30).json()
+    assert (info["eviction"], info["eviction_budget"], info["eviction_buffer"]) == ("vase-attnv", BUDGET, BUFFER)
+    asked = {"model": "x", "messages": [{"role": "user", "content": "Count."}], "max_tokens": 5}
+    usage = post(server.url, "/v1/chat/completions", **asked).json()["usage"]
+    assert usage["eviction"]["policy"] == "vase-attnv"
+    assert usage["eviction"]["kv_tokens"] >= usage["prompt_tokens"] + 4
+    streamed = post(server.url, "/v1/chat/completions", **asked, stream=True, stream_options={"include_usage": True})
+    assert '"eviction":{"policy":"vase-attnv"' in streamed.text

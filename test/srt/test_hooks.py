@@ -1,0 +1,95 @@
+"""The hook table against the installed SGLang, in processes of their own: hooks cannot be taken back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def test_off_hooks_nothing_but_the_flags() -> None:
+    out = run(
+        """
+        from sglang.srt.plugins import load_plugins
+        from sglang.srt.plugins.hook_registry import HookRegistry
+        import sglang.srt.managers.scheduler
+        load_plugins()
+        print(sorted(t for t, hooks in HookRegistry._hooks.items() if hooks))
+        """
+    )
+    assert out.splitlines()[-1] == str(
+        ["sglang.srt.entrypoints.engine.Engine.server_args_class", "sglang.srt.server_args.ServerArgs"]
+    )
+
+
+@pytest.mark.parametrize("policy", ["vase-attnv", "vase-dkv"])
+def test_every_hook_is_found_on_its_live_target(policy: str) -> None:
+    out = run(
+        f"""
+        from sgl_vase import EvictionConfig
+        from sgl_vase_srt import hooks, server_args
+        server_args.activate(EvictionConfig(policy={policy!r}))
+        import sglang.srt.entrypoints.engine
+        from sglang.srt.plugins import load_plugins
+        load_plugins()
+        hooks.verify()
+        hooks.verify(hooks.FRONTEND)
+        from sglang.srt.layers.radix_attention import RadixAttention
+        print(hasattr(RadixAttention.forward, "__wrapped__"))
+        """
+    )
+    # Queries are captured for the policy that asks for them, and for no other.
+    assert out.splitlines()[-1] == str(policy == "vase-attnv")
+
+
+@pytest.mark.parametrize(
+    "sabotage",
+    [
+        "from sglang.srt.managers.schedule_batch import Req; Req.reset_for_retract = Req.reset_for_retract.__wrapped__",
+        "import sglang.srt.managers.scheduler as s; s.release_kv_cache = s.release_kv_cache.__wrapped__",
+    ],
+)
+def test_a_missing_hook_is_noticed(sabotage: str) -> None:
+    out = run(
+        f"""
+        from sgl_vase import EvictionConfig
+        from sgl_vase_srt import hooks, server_args
+        server_args.activate(EvictionConfig())
+        import sglang.srt.managers.scheduler
+        from sglang.srt.plugins import load_plugins
+        load_plugins()
+        {sabotage}
+        try:
+            hooks.verify()
+        except ValueError as error:
+            print(error)
+        """
+    )
+    assert out.splitlines()[-1].startswith("--eviction cannot serve: ")
+
+
+def test_another_sglang_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sgl_vase_srt import hooks
+
+    monkeypatch.setattr(hooks, "version", lambda name: "0.5.24")
+    with pytest.raises(ValueError, match=r"needs sglang==0\.5\.23 .* found 0\.5\.24: pip install sglang==0\.5\.23"):
+        hooks.check_sglang_version()
+
+
+def test_a_scheduler_without_the_plugin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sgl_vase_srt import scheduler, server_args
+
+    from sgl_vase import EvictionConfig
+
+    monkeypatch.setattr(server_args, "active", EvictionConfig())
+    scheduler.require_ready([{"eviction_ready": "vase-attnv"}])
+    with pytest.raises(RuntimeError, match="runs without the sgl_vase plugin"):
+        scheduler.require_ready([{"eviction_ready": "vase-attnv"}, {"status": "ready"}])
