@@ -75,13 +75,18 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _switch(flag: str, why: str, fix: str = "drop it", **more: Any) -> Refusal:
-    """Refuse any value but the off one."""
+    """Refuse a flag that is on, or given at all."""
     return Refusal(flag, lambda view: bool(getattr(view, _field(flag))), why, fix, **more)
 
 
 def _width(flag: str, why: str, fix: str) -> Refusal:
     """Refuse a group wider than one process."""
     return Refusal(flag, lambda view: getattr(view, _field(flag)) > 1, why, fix, limit="above 1")
+
+
+def _other(flag: str, off: str, why: str, fix: str) -> Refusal:
+    """Refuse any value but ``off``."""
+    return Refusal(flag, lambda view: getattr(view, _field(flag)) != off, why, fix, limit=f"other than {off}")
 
 
 def _variable(name: str, why: str) -> Refusal:
@@ -147,7 +152,7 @@ SERVER = (
         "--tokenizer-worker-num", "the workers do not load plugins, so answers would not say what was evicted", "use 1"
     ),
     _switch("--smg-grpc-mode", _NO_TOKENIZER_MANAGER, "use HTTP", also=("grpc_mode",)),
-    Refusal("--disaggregation-mode", lambda view: view.disaggregation_mode != "null", _BY_TOKEN, "serve in one server"),
+    _other("--disaggregation-mode", "null", _BY_TOKEN, "serve in one server"),
     _switch("--disaggregation-decode-enable-offload-kvcache", _BY_TOKEN),
     Refusal(
         "--disaggregation-decode-retraction-backup",
@@ -162,12 +167,7 @@ SERVER = (
     _switch("--language-only", _MODAL),
     # Several tokens a step.
     _switch("--speculative-algorithm", _DRAFTS),
-    Refusal(
-        "--decoupled-spec-role",
-        lambda view: view.decoupled_spec_role != "null",
-        _DRAFTS,
-        "drop it",
-    ),
+    _other("--decoupled-spec-role", "null", _DRAFTS, "drop it"),
     _switch("--dllm-algorithm", "a diffusion model rewrites whole blocks of its row"),
     # Other owners, tiers and layouts of KV.
     _switch("--enable-hierarchical-cache", _BY_TOKEN),
@@ -189,12 +189,7 @@ SERVER = (
         "use auto or bf16",
         limit=f"other than {', '.join(KV_DTYPES)}",
     ),
-    Refusal(
-        "--kv-canary",
-        lambda view: view.kv_canary != "none",
-        _CHECKED,
-        "drop it; SGLANG_CHECK_KV_PAGE_INVARIANTS=1 works",
-    ),
+    _other("--kv-canary", "none", _CHECKED, "drop it; SGLANG_CHECK_KV_PAGE_INVARIANTS=1 works"),
     # Kernels and devices.
     Refusal(
         "--attention-backend",
@@ -545,7 +540,7 @@ WORKS = (
     ),
     Works(
         "untested",
-        "CUDA graphs of decode steps",
+        "CUDA graphs",
         "positions, lengths and page tables are copied into a graph's buffers at every step; queries are kept by index",
         _names("""cuda_graph_backend_decode cuda_graph_max_bs_decode cuda_graph_max_bs_prefill
             cuda_graph_max_seq_len_prefill cuda_graph_bs_decode cuda_graph_bs_prefill disable_decode_cuda_graph
@@ -753,8 +748,8 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
     ]
 
 
-def _refusals(title: str, head: str, table: Iterable[Refusal]) -> list[str]:
-    rows = ((f"`{r.flag}` {r.limit}".rstrip() if " " not in r.flag else r.flag, r.why, r.fix) for r in table)
+def _refusals(title: str, head: str, table: Iterable[Refusal], quote: str = "`") -> list[str]:
+    rows = ((f"{quote}{r.flag}{quote} {r.limit}".rstrip(), r.why, r.fix) for r in table)
     return [f"### {title}", "", *_table((head, "why", "instead"), rows)]
 
 
@@ -762,7 +757,7 @@ def markdown() -> str:
     """The tables of ``docs/compatibility.md``."""
     lines = [BEGIN, "", "## Refused", ""]
     lines += _refusals("Server flags", "flag", SERVER)
-    lines += _refusals("Models", "property", MODEL)
+    lines += _refusals("Models", "property", MODEL, quote="")
     lines += _refusals("Environment variables", "variable", ENVIRONMENT)
     lines += _refusals("Requests (HTTP 400)", "field", REQUEST)
     for status, title in (

@@ -56,10 +56,18 @@ class Counters:
             "sgl_vase:eviction_rounds", "Eviction rounds, counted a request.", labelnames=labels.keys()
         )
         self._tokens = Counter("sgl_vase:evicted_tokens", "KV tokens evicted.", labelnames=labels.keys())
+        self._seconds = Counter(
+            "sgl_vase:eviction_seconds", "Scheduler seconds spent in rounds.", labelnames=labels.keys()
+        )
 
-    def add(self, tokens: int) -> None:
+    def planned(self, tokens: int) -> None:
+        """One row was cut by ``tokens`` entries."""
         self._rounds.labels(**self._labels).inc()
         self._tokens.labels(**self._labels).inc(tokens)
+
+    def executed(self, seconds: float) -> None:
+        """All cuts of a step were moved (on a GPU: enqueued)."""
+        self._seconds.labels(**self._labels).inc(seconds)
 
 
 _counters: Counters | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
@@ -157,7 +158,7 @@ class Runtime:
         self.totals.evictions += 1
         self.totals.evicted_tokens += evicted
         if self.counters is not None:
-            self.counters.add(evicted)
+            self.counters.planned(evicted)
         return evicted
 
     # --------------------------------------------------------------- execute
@@ -169,6 +170,12 @@ class Runtime:
         due, self._pending = self._pending, []
         if not due:
             return
+        begin = time.perf_counter()
+        self._move(due)
+        if self.counters is not None:
+            self.counters.executed(time.perf_counter() - begin)
+
+    def _move(self, due: list[_Due]) -> None:
         for d in due:
             if d.slots.is_cuda:
                 d.slots.record_stream(torch.cuda.current_stream())

@@ -29,6 +29,8 @@ class Options:
 
 
 class VaseAttnV(Policy):
+    """The ``N_v`` largest value ranges stay; the rest is drawn without replacement with window attention as weights."""
+
     name = "vase-attnv"
     aliases = ("vase",)
     needs_queries = True

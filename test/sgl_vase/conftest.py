@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -91,8 +91,8 @@ def build(
 
 
 @pytest.fixture
-def one_thread() -> Callable[[], None]:
-    """Restores the number of torch threads."""
+def set_threads() -> Iterator[Callable[[int], None]]:
+    """``torch.set_num_threads``, undone afterwards."""
     threads = torch.get_num_threads()
-    yield
+    yield torch.set_num_threads
     torch.set_num_threads(threads)

@@ -133,3 +133,14 @@ def new_scores(pool: KVPool, rows: Rows) -> torch.Tensor:
 def tiles(rows: Rows, block: int) -> int:
     """Blocks that cover the longest row's candidates."""
     return triton.cdiv(max(rows.candidates, default=0), block)
+
+
+def dot_operand(pool: KVPool, other: torch.dtype | None = None) -> tl.dtype:
+    """Type in which vectors of the pool, and of ``other``, enter a product exactly; sums are float32 always."""
+    own = torch.float16 if pool.dtype.itemsize == 1 else pool.dtype
+    if other is not None and pool.dtype.itemsize == 1 and other.itemsize == 2:
+        own = other
+    if interpreting() or (other is not None and other != own):
+        # The interpreter multiplies bfloat16 as integers.
+        return tl.float32
+    return _FORMATS[own][0]

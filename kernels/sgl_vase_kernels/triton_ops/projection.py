@@ -22,7 +22,7 @@ from sgl_vase_kernels.triton_ops.device import (
     row_field,
     vector_offset,
 )
-from sgl_vase_kernels.triton_ops.host import interpreting, launch, new_scores, row_metadata, side, tiles
+from sgl_vase_kernels.triton_ops.host import capability, interpreting, launch, new_scores, row_metadata, side, tiles
 
 PROJECTION = tl.constexpr(rng.PROJECTION)
 
@@ -75,6 +75,7 @@ def projected_norms_kernel(
     OPERAND: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    KEEP_IN_LOOP: tl.constexpr,
 ):
     """Scores of ``BLOCK * BLOCKS`` candidates of one row, layer and head; ``G`` is drawn once for all of them."""
     head = tl.program_id(0) % heads
@@ -93,6 +94,8 @@ def projected_norms_kernel(
         k_base = layer_base(k_side, layer)
         v_base = layer_base(v_side, layer)
         for start in range(first, tl.minimum(first + BLOCK * BLOCKS, candidates), BLOCK):
+            if KEEP_IN_LOOP:
+                g = tl.where(start >= 0, g, 0.0)
             index = start + tl.arange(0, BLOCK)
             valid = index < candidates
             slot = tl.load(row_slots + index, mask=valid, other=0)
@@ -140,6 +143,7 @@ def projected_norms(pool: KVPool, rows: Rows, rank: int, *, fixed_round: bool) -
         OPERAND=tl.float32 if interpreting() else part,
         BLOCK=block,
         BLOCKS=blocks,
+        KEEP_IN_LOOP=capability(pool.device) < (9, 0),
         num_warps=W,
         num_stages=ST,
     )

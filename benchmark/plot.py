@@ -1,0 +1,142 @@
+"""Tables and plots of a throughput run, from its raw rows alone: ``python -m benchmark.plot DIR``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+Row = dict[str, Any]
+STOCK = "stock"
+
+
+def spread(values: Sequence[float], digits: int = 1) -> str:
+    """Median, with the range when there are several values."""
+    middle = statistics.median(values)
+    if len(values) == 1:
+        return f"{middle:.{digits}f}"
+    return f"{middle:.{digits}f} ({min(values):.{digits}f}–{max(values):.{digits}f})"
+
+
+def ratios(rows: list[Row], base: list[Row], key: str = "output_throughput") -> list[float]:
+    """Turn by turn: each repetition against the same repetition of the base."""
+    of_base = {row["repetition"]: row[key] for row in base}
+    return [row[key] / of_base[row["repetition"]] for row in rows if row["repetition"] in of_base]
+
+
+def decode_rate(row: Row) -> float:
+    """Output tokens a second of a full batch without its prefill: requests over the time per output token."""
+    return float(row["requests"] * 1000 / row["median_tpot_ms"])
+
+
+COLUMNS: dict[str, Callable[[list[Row]], str]] = {
+    "output tok/s": lambda rows: spread([row["output_throughput"] for row in rows]),
+    "TTFT ms": lambda rows: spread([row["median_ttft_ms"] for row in rows], 0),
+    "TPOT ms": lambda rows: spread([row["median_tpot_ms"] for row in rows]),
+    "ITL p99 ms": lambda rows: spread([row["p99_itl_ms"] for row in rows]),
+    "running, mean (peak)": lambda rows: (
+        f"{statistics.median(r['mean_running'] for r in rows):.1f} ({max(r['peak_running'] for r in rows):.0f})"
+    ),
+    "peak KV tokens": lambda rows: f"{max(row['peak_kv_tokens'] for row in rows):.0f}",
+    "evictions": lambda rows: f"{statistics.median(row['evictions'] for row in rows):.0f}",
+    "in rounds, s": lambda rows: spread([row["eviction_seconds"] for row in rows], 2),
+    "cached tokens": lambda rows: f"{statistics.median(row['cached_tokens'] for row in rows):.0f}",
+    "retractions": lambda rows: f"{max(row['retractions'] for row in rows):.0f}",
+    "peak RSS GiB": lambda rows: f"{max(row['peak_rss_mib'] for row in rows) / 1024:.1f}",
+}
+
+
+def grouped(rows: list[Row]) -> dict[str, dict[str, list[Row]]]:
+    found: dict[str, dict[str, list[Row]]] = {}
+    for row in rows:
+        found.setdefault(row["scenario"], {}).setdefault(row["variant"], []).append(row)
+    return found
+
+
+def table(rows: list[Row]) -> str:
+    """Markdown, one table a scenario."""
+    lines = []
+    groups = grouped(rows)
+    ideal = groups.get("ideal", {}).get(STOCK)
+    for scenario, variants in groups.items():
+        some = next(iter(variants.values()))[0]
+        lines += [
+            f"### {scenario}",
+            "",
+            f"{some['requests']} requests of {some['tokens_in']} in, {some['tokens_out']} out; pool "
+            f"{some['pool_tokens']:,} tokens; budget {some['budget']}; {some['machine']}; sglang "
+            f"{some['versions']['sglang']}, torch {some['versions']['torch']}; {some['date']}.",
+            "",
+        ]
+        head = ["", "vs stock", *COLUMNS]
+        against_ideal = scenario == "equal-batch" and ideal
+        if against_ideal:
+            head.insert(2, "decode vs ideal")
+        lines += [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+        for variant, measured in variants.items():
+            cells = [variant, spread(ratios(measured, variants[STOCK]), 2) if STOCK in variants else "–"]
+            if against_ideal:
+                best = statistics.median(decode_rate(row) for row in ideal)
+                cells.append(spread([decode_rate(row) / best for row in measured], 2))
+            cells += [column(measured) for column in COLUMNS.values()]
+            lines.append(f"| {' | '.join(cells)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _save(name: str, out: Path, title: str, x: str, y: str) -> None:
+    plt.title(title)
+    plt.xlabel(x)
+    plt.ylabel(y)
+    plt.grid(alpha=0.3)
+    plt.legend()
+    plt.tight_layout()
+    plt.savefig(out / name, dpi=120)
+    plt.close()
+
+
+def plots(rows: list[Row], out: Path) -> None:
+    """PNG files: throughput against the pool, concurrency and KV tokens over time."""
+    groups = grouped(rows)
+    bound = {name: group for name, group in groups.items() if name.startswith("memory-bound")}
+    if bound:
+        for variant in dict.fromkeys(v for group in bound.values() for v in group):
+            points = sorted(
+                (group[variant][0]["pool_tokens"], statistics.median(r["output_throughput"] for r in group[variant]))
+                for group in bound.values()
+                if variant in group
+            )
+            plt.plot(*zip(*points, strict=True), marker="o", label=variant)
+        plt.xscale("log", base=2)
+        _save("throughput-pool.png", out, "Throughput against the KV pool", "pool, tokens", "output tokens / s")
+    for name, column, label in (("concurrency.png", 1, "running requests"), ("kv-tokens.png", 2, "KV tokens in use")):
+        scenario = "memory-bound-1/4" if column == 1 else "equal-batch"
+        if scenario not in groups:
+            continue
+        for variant, measured in groups[scenario].items():
+            samples = measured[0]["samples"]
+            plt.plot([s[0] for s in samples], [s[column] for s in samples], label=variant)
+        _save(name, out, scenario, "seconds", label)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="folder with rows.jsonl")
+    out: Path = parser.parse_args(argv).folder
+    rows = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+    (out / "table.md").write_text(table(rows))
+    plots(rows, out)
+    print(out / "table.md")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,309 @@
+"""Throughput and memory of serving with eviction against the full cache.
+
+    python -m benchmark.throughput --model DIR --scenarios equal-batch,memory-bound --out DIR [--quick]
+
+Real servers, driven one at a time by SGLang's own client with equal work (``ignore_eos``, fixed seeds). The
+variants of a scenario stay up together and take turns (A B C A B C ...), so that a drifting machine hits all
+alike; ratios are formed turn by turn. Raw rows go to ``rows.jsonl`` as they are measured; a second call
+continues where the first stopped. ``python -m benchmark.plot DIR`` redraws tables and plots from the rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import requests
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmark.server import Server
+
+BUDGET = 512
+SERVERS_AT_ONCE = 4
+STOCK = {"SGLANG_PLUGINS": "vase_cpu"}
+"""Of this project, only the CPU platform is loaded: SGLang as it is."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to serve: extra flags and environment beside the scenario's."""
+
+    name: str
+    flags: tuple[str, ...] = ()
+    env: dict[str, str] = field(default_factory=dict)
+
+
+def evicting(policy: str, budget: int) -> Variant:
+    return Variant(policy, ("--eviction", policy, "--eviction-budget", str(budget)))
+
+
+PRODUCTION = Variant("stock", env=STOCK)
+MATCHED = Variant("stock, no radix cache or overlap", ("--disable-radix-cache", "--disable-overlap-schedule"), STOCK)
+"""The flags that other evicting ports of SGLang need."""
+OFF = Variant("eviction off")
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A workload: the server's pool and the client's requests."""
+
+    name: str
+    pool: int
+    client: tuple[str, ...]
+    requests: int
+    variants: tuple[Variant, ...]
+    tokens_in: int
+    tokens_out: int
+    flags: tuple[str, ...] = ()
+
+
+def random_work(requests: int, tokens_in: int, tokens_out: int, ratio: float = 1.0) -> tuple[str, ...]:
+    return (
+        *("--dataset-name", "random-ids", "--num-prompts", str(requests), "--random-range-ratio", str(ratio)),
+        *("--random-input-len", str(tokens_in), "--random-output-len", str(tokens_out)),
+    )
+
+
+def scenarios(quick: bool, policies: Sequence[str], budget: int, long_out: int) -> dict[str, Scenario]:
+    """Every scenario by name; ``quick`` checks the plumbing with a few tokens."""
+    ours = tuple(evicting(policy, budget) for policy in policies)
+    batch = 2 if quick else 8
+    out = budget + 96 if quick else long_out
+    found: list[Scenario] = []
+
+    def add(name: str, pool: int, n: int, tokens: tuple[int, int], variants: tuple[Variant, ...], *client: str) -> None:
+        work = client or random_work(n, *tokens)
+        found.append(Scenario(name, pool, work, n, variants, *tokens))
+
+    roomy = batch * (128 + out + 64) + 1024
+    add("equal-batch", roomy, batch, (128, out), (PRODUCTION, MATCHED, OFF, *ours))
+    # Decode of the same batch at the physical length an evicting row has: a free, perfect eviction.
+    add("ideal", roomy, batch, (budget, 64), (PRODUCTION,))
+    offered = batch * 2
+    long = 128 + out // 2
+    for share in (8, 4, 2, 1):
+        pool = max(offered * long // share, budget + 128) + 64
+        add(f"memory-bound-1/{share}", pool, offered, (128, out // 2), (PRODUCTION, *ours))
+    group = ("--gsp-num-groups", "2", "--gsp-prompts-per-group", str(batch // 2 or 1), "--gsp-system-prompt-len", "512")
+    gsp_out = budget if quick else budget * 2
+    add(
+        "shared-prefix",
+        roomy,
+        batch,
+        (512 + 64, gsp_out),
+        (PRODUCTION, *ours),
+        *("--dataset-name", "generated-shared-prefix", *group),
+        *("--gsp-question-len", "64", "--gsp-output-len", str(gsp_out), "--num-prompts", str(batch)),
+    )
+    add("short-outputs", roomy, batch * 2, (128, 64 if quick else 192), (PRODUCTION, OFF, *ours))
+    add(
+        "poisson",
+        roomy,
+        batch * 2,
+        (256, out // 2),
+        (PRODUCTION, *ours),
+        *random_work(batch * 2, 256, out // 2, 0.25),
+        *("--request-rate", "0.5"),
+    )
+    return {scenario.name: scenario for scenario in found}
+
+
+class Watch:
+    """Polls ``/metrics`` and the server's memory while a run goes on."""
+
+    GAUGES = ("sglang:num_running_reqs", "sglang:num_used_tokens")
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._poll, daemon=True)
+        self.samples: list[tuple[float, float, float]] = []
+        self.peak_rss = 0
+
+    def _poll(self) -> None:
+        begin = time.monotonic()
+        while not self._stop.wait(0.5):
+            with contextlib.suppress(requests.RequestException):
+                text = requests.get(self._server.url + "/metrics", timeout=10).text
+                running, used = (total(text, name) or 0.0 for name in self.GAUGES)
+                self.samples.append((time.monotonic() - begin, running, used))
+            with contextlib.suppress(psutil.NoSuchProcess):
+                family = [psutil.Process(self._server.pid), *psutil.Process(self._server.pid).children(recursive=True)]
+                self.peak_rss = max(self.peak_rss, sum(p.memory_info().rss for p in family))
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def total(text: str, name: str) -> float | None:
+    """A metric of a Prometheus page summed over its labels, ``None`` if it is not there."""
+    values = re.findall(rf"^{re.escape(name)}(?:_total)?(?:{{[^}}]*}})? (\S+)$", text, re.M)
+    return sum(map(float, values)) if values else None
+
+
+COUNTERS = {
+    "evictions": "sgl_vase:eviction_rounds",
+    "evicted_tokens": "sgl_vase:evicted_tokens",
+    "eviction_seconds": "sgl_vase:eviction_seconds",
+    "retractions": "sglang:num_retractions",
+    "cached_tokens": "sglang:cached_tokens",
+    "prompt_tokens": "sglang:prompt_tokens",
+}
+
+
+def counters(server: Server) -> dict[str, float]:
+    text = requests.get(server.url + "/metrics", timeout=30).text
+    return {key: total(text, name) or 0.0 for key, name in COUNTERS.items()}
+
+
+def drive(server: Server, scenario: Scenario, seed: int, scratch: Path) -> dict[str, Any]:
+    """One run of the client against a server that is up; the row without its identity."""
+    requests.post(server.url + "/flush_cache", timeout=60).raise_for_status()
+    output = scratch / "client.jsonl"
+    output.unlink(missing_ok=True)
+    command = [
+        *(sys.executable, "-m", "sglang.benchmark.serving", "--backend", "sglang", "--base-url", server.url),
+        *("--model", str(server.model), "--seed", str(seed), "--output-file", str(output), "--output-details"),
+        *("--disable-tqdm", "--warmup-requests", "0", *scenario.client),
+    ]
+    before = counters(server)
+    with Watch(server) as watch:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the client failed on {scenario.name}:\n{(done.stdout + done.stderr)[-2000:]}")
+    result = json.loads(output.read_text().splitlines()[-1])
+    if result["completed"] != scenario.requests:
+        raise RuntimeError(f"{scenario.name}: {result['completed']} of {scenario.requests} requests completed")
+    after = counters(server)
+    running = [sample[1] for sample in watch.samples if sample[1]]
+    kept = ("duration", "output_throughput", "total_output_tokens", "completed")
+    latencies = [f"{stat}_{name}_ms" for name in ("ttft", "tpot", "itl") for stat in ("mean", "median", "p99")]
+    return {
+        **{key: result.get(key) for key in (*kept, *latencies)},
+        **{key: after[key] - before[key] for key in COUNTERS},
+        "peak_running": max(running, default=0.0),
+        "mean_running": sum(running) / len(running) if running else 0.0,
+        "peak_kv_tokens": max((sample[2] for sample in watch.samples), default=0.0),
+        "peak_rss_mib": watch.peak_rss / 2**20,
+        "samples": [[round(t, 1), r, u] for t, r, u in watch.samples],
+    }
+
+
+def machine() -> dict[str, Any]:
+    names = ("sglang", "sgl-vase", "torch")
+    return {
+        "versions": {name: version(name) for name in names},
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {psutil.virtual_memory().total // 2**30} GiB",
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+@contextlib.contextmanager
+def servers(
+    model: Path, scenario: Scenario, flags: Sequence[str], say: Callable[[str], None]
+) -> Iterator[list[Server]]:
+    """All variants of the scenario, up together."""
+    with contextlib.ExitStack() as stack:
+        up = []
+        for variant in scenario.variants:
+            say(f"starting {variant.name}")
+            pool = ("--max-total-tokens", str(scenario.pool))
+            server = Server(model, (*flags, *pool, *scenario.flags, *variant.flags), env=variant.env)
+            up.append(stack.enter_context(server.start()))
+        yield up
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="folder of rows.jsonl, tables and plots")
+    parser.add_argument("--scenarios", default="all", help="names, comma separated, or all")
+    parser.add_argument("--policies", default="vase-dkv,vase", help="policies to run beside stock")
+    parser.add_argument("--budget", type=int, default=BUDGET)
+    parser.add_argument("--long-out", type=int, default=4096, help="output tokens of the long scenarios")
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="a few tokens: the plumbing, not the speed")
+    parser.add_argument("--server-flags", default="--device cpu --sleep-on-idle", help="flags of every server")
+    args = parser.parse_args(argv)
+
+    table = scenarios(args.quick, args.policies.split(","), args.budget, args.long_out)
+    names = list(table) if args.scenarios == "all" else args.scenarios.split(",")
+    if unknown := [name for name in names if name not in table]:
+        parser.error(f"--scenarios: unknown {', '.join(unknown)}; known: {', '.join(table)}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    rows = args.out / "rows.jsonl"
+    repetitions = 1 if args.quick else args.repetitions
+    done = {
+        (row["scenario"], row["variant"], row["repetition"])
+        for row in map(json.loads, rows.read_text().splitlines() if rows.exists() else ())
+    }
+    flags = (*args.server_flags.split(), "--enable-metrics", "--decode-log-interval", "10", "--random-seed", "1")
+    identity = machine()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns) as progress:
+        steps = sum(len(table[name].variants) for name in names) * repetitions
+        task = progress.add_task("throughput", total=steps, completed=len([d for d in done if d[0] in names]))
+        for name in names:
+            for scenario in _batches(table[name]):
+                wanted = {(name, v.name, r) for v in scenario.variants for r in range(repetitions)}
+                if wanted <= done:
+                    continue
+                with servers(args.model, scenario, flags, lambda text: progress.update(task, description=text)) as up:
+                    for repetition in range(repetitions):
+                        for variant, server in zip(scenario.variants, up, strict=True):
+                            if (name, variant.name, repetition) in done:
+                                continue
+                            progress.update(task, description=f"{name}: {variant.name}")
+                            row = {
+                                "scenario": name,
+                                "variant": variant.name,
+                                "repetition": repetition,
+                                "pool_tokens": scenario.pool,
+                                "requests": scenario.requests,
+                                "tokens_in": scenario.tokens_in,
+                                "tokens_out": scenario.tokens_out,
+                                "budget": args.budget,
+                                "flags": [*flags, *variant.flags],
+                                "client": list(scenario.client),
+                                "seed": 1,
+                                **identity,
+                                **drive(server, scenario, 1, args.out),
+                            }
+                            with rows.open("a") as file:
+                                file.write(json.dumps(row) + "\n")
+                            progress.advance(task)
+    (args.out / "client.jsonl").unlink(missing_ok=True)
+    from benchmark import plot
+
+    return plot.main([str(args.out)])
+
+
+def _batches(scenario: Scenario) -> Iterator[Scenario]:
+    """The scenario with as many variants as may be up together; stock takes part in each."""
+    first, *rest = scenario.variants
+    step = SERVERS_AT_ONCE - 1
+    for start in range(0, max(len(rest), 1), step):
+        yield replace(scenario, variants=(first, *rest[start : start + step]))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,166 @@
+"""Cosines between keys: against their mean direction (KeyDiff) and against all others (R-KV), without an n x n matrix."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from sgl_vase_kernels.layout import KVPool, Rows
+from sgl_vase_kernels.triton_ops.device import (
+    CANDIDATES,
+    SCORE_START,
+    SLOT_START,
+    layer_base,
+    load_vectors,
+    row_field,
+    vector_offset,
+)
+from sgl_vase_kernels.triton_ops.host import Side, dot_operand, launch, new_scores, row_metadata, side, tiles
+
+TINY = tl.constexpr(1e-12)
+"""Norms below this count as this, as in ``torch.nn.functional.normalize``."""
+
+
+@triton.jit
+def load_keys(k_side, base, slots, index, candidates, head):
+    """``[BLOCK, dim_pad]`` keys of the row's entries ``index``, 0 past its end."""
+    valid = index < candidates
+    slot = tl.load(slots + index, mask=valid, other=0)
+    return load_vectors(k_side, base, vector_offset(k_side, slot, head), valid)
+
+
+@triton.jit
+def inverse_norms(k, factor):
+    """``1 / max(||k||, TINY)`` of the keys ``factor * k``."""
+    x = k.to(tl.float32)
+    return factor / tl.maximum(tl.sqrt(tl.sum(x * x, 1)) * factor, TINY)
+
+
+@triton.jit
+def key_factor(k_side, layer):
+    factor = 1.0
+    if k_side.scale is not None:
+        factor = tl.load(k_side.scale + layer)
+    return factor
+
+
+@triton.jit(do_not_specialize=["heads", "requests"])
+def direction_sum_kernel(sums, slots, meta, heads, requests, k_side, BLOCK: tl.constexpr):
+    """``sums[layer, head, request]``: sum of the row's normalised keys, in one fixed order."""
+    head = tl.program_id(0)
+    request = tl.program_id(1)
+    layer = tl.program_id(2)
+    candidates = row_field(meta, request, CANDIDATES)
+    row_slots = slots + row_field(meta, request, SLOT_START)
+    base = layer_base(k_side, layer)
+    factor = key_factor(k_side, layer)
+    total = tl.zeros([BLOCK, k_side.dim_pad], tl.float32)
+    for start in range(0, candidates, BLOCK):
+        k = load_keys(k_side, base, row_slots, start + tl.arange(0, BLOCK), candidates, head)
+        total += k.to(tl.float32) * inverse_norms(k, factor)[:, None]
+    place = ((layer * heads + head) * requests + request).to(tl.int64) * k_side.dim_pad
+    tl.store(sums + place + tl.arange(0, k_side.dim_pad), tl.sum(total, 0))
+
+
+@triton.jit
+def newest_similar(
+    k, inverse, k_side, base, slots, index, candidates, head, factor, threshold, OPERAND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Cosine of each key with the newest key above ``threshold`` (itself counts as 0), else 0."""
+    found = tl.zeros([BLOCK], tl.int32)
+    cosine_of = tl.zeros([BLOCK], tl.float32)
+    start = (candidates - 1) // BLOCK * BLOCK
+    while (start >= 0) & (tl.min(found, 0) == 0):
+        other = start + tl.arange(0, BLOCK)
+        k_other = load_keys(k_side, base, slots, other, candidates, head)
+        cosine = tl.dot(k.to(OPERAND), tl.trans(k_other.to(OPERAND)), input_precision="ieee")
+        cosine *= inverse[:, None] * inverse_norms(k_other, factor)[None, :]
+        cosine = tl.where(index[:, None] == other[None, :], 0.0, cosine)
+        similar = (cosine > threshold) & (other < candidates)[None, :]
+        newest = tl.max(tl.where(similar, other[None, :], -1), 1)
+        chosen = tl.sum(tl.where(newest[:, None] == other[None, :], cosine, 0.0), 1)
+        now = (found == 0) & (newest >= 0)
+        cosine_of = tl.where(now, chosen, cosine_of)
+        found = tl.where(now | (index >= candidates), 1, found)
+        start -= BLOCK
+    return cosine_of
+
+
+@triton.jit(do_not_specialize=["heads", "requests", "total", "threshold"])
+def direction_scores_kernel(
+    out,
+    sums,
+    slots,
+    meta,
+    heads,
+    requests,
+    total,
+    threshold,
+    k_side,
+    REDUNDANCY: tl.constexpr,
+    SPARE_NEWEST: tl.constexpr,
+    OPERAND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Mean cosine with all candidates, itself counted as 0; or the cosine with the mean direction."""
+    head = tl.program_id(0) % heads
+    start = tl.program_id(0) // heads * BLOCK
+    request = tl.program_id(1)
+    layer = tl.program_id(2)
+    candidates = row_field(meta, request, CANDIDATES)
+    if start < candidates:
+        index = start + tl.arange(0, BLOCK)
+        row_slots = slots + row_field(meta, request, SLOT_START)
+        base = layer_base(k_side, layer)
+        factor = key_factor(k_side, layer)
+        k = load_keys(k_side, base, row_slots, index, candidates, head)
+        inverse = inverse_norms(k, factor)
+        place = ((layer * heads + head) * requests + request).to(tl.int64) * k_side.dim_pad
+        mean = tl.load(sums + place + tl.arange(0, k_side.dim_pad)) / candidates
+        direction = k.to(tl.float32) * inverse[:, None]
+        if REDUNDANCY:
+            score = tl.sum(direction * mean[None, :], 1) - tl.sum(direction * direction, 1) / candidates
+            if SPARE_NEWEST:
+                score -= (
+                    newest_similar(
+                        k, inverse, k_side, base, row_slots, index, candidates, head, factor, threshold, OPERAND, BLOCK
+                    )
+                    / candidates
+                )
+        else:
+            mean /= tl.maximum(tl.sqrt(tl.sum(mean * mean, 0)), TINY)
+            score = tl.sum(direction * mean[None, :], 1)
+        place = (layer * heads + head).to(tl.int64) * total + row_field(meta, request, SCORE_START)
+        tl.store(out + place + index, score, mask=index < candidates)
+
+
+def _direction_scores(pool: KVPool, rows: Rows, *, redundancy: bool, threshold: float | None) -> torch.Tensor:
+    out = new_scores(pool, rows)
+    k_side: Side = side(pool, "k")
+    width = k_side.dim_pad.value
+    sums = torch.empty(pool.layers, pool.heads, len(rows), width, dtype=torch.float32, device=pool.device)
+    block = 64 if width <= 128 else 32
+    shared = (rows.slots, row_metadata(rows), pool.heads, len(rows))
+    grid = (pool.heads, len(rows), pool.layers)
+    launch(direction_sum_kernel, grid, sums, *shared, k_side, BLOCK=block, num_warps=4, num_stages=3)
+    launch(
+        direction_scores_kernel,
+        (pool.heads * tiles(rows, block), len(rows), pool.layers),
+        *(out, sums, *shared, out.shape[2], 0.0 if threshold is None else threshold, k_side),
+        REDUNDANCY=redundancy,
+        SPARE_NEWEST=threshold is not None,
+        OPERAND=dot_operand(pool),
+        BLOCK=block,
+        num_warps=4,
+    )
+    return out
+
+
+def cosine_redundancy(pool: KVPool, rows: Rows, *, spare_newest: float | None) -> torch.Tensor:
+    return _direction_scores(pool, rows, redundancy=True, threshold=spare_newest)
+
+
+def mean_direction_cosine(pool: KVPool, rows: Rows) -> torch.Tensor:
+    return _direction_scores(pool, rows, redundancy=False, threshold=None)
