@@ -22,11 +22,14 @@ from sgl_vase.policy import FIRST_POSITIONS
 from sgl_vase.randomness import request_key
 from sgl_vase_srt import compat, requests
 from sgl_vase_srt.ring import QueryRing
+from sgl_vase_srt.trace import Trace
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from sgl_vase_srt.metrics import Counters
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +91,8 @@ class Runtime:
     ring: QueryRing | None
     state: torch.Tensor | None
     totals: Totals = field(default_factory=Totals)
-    counters: Any = None
+    counters: Counters | None = None
+    trace: Trace | None = None
     _pending: list[_Due] = field(default_factory=list)
 
     # ------------------------------------------------------------------ plan
@@ -203,6 +207,8 @@ class Runtime:
             )
         kept = self.policy.select(Round(self.pool, rows, queries, self.state))
         ops.compact(self.pool, rows, kept, keep_order=self.policy.needs_order)
+        if self.trace is not None:
+            self.trace.write([d.req.rid for d in due], self.pool, rows, kept)
 
     # ---------------------------------------------------------------- window
 
@@ -373,6 +379,7 @@ def attach(_: None, worker: TpModelWorker, *args: Any, **kwargs: Any) -> None:
         forward_stream=runner.forward_stream,
         ring=ring,
         counters=metrics.counters(),
+        trace=Trace.from_environment(runner.tp_rank),
         state=torch.zeros(pool.layers, pool.heads, pool.slots, device=pool.device) if policy.needs_state else None,
     )
     logger.info(

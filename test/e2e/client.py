@@ -25,10 +25,13 @@ def generate(url: str, prompt: str | list[int], new_tokens: int, **extra: Any) -
     return response.json()
 
 
-def generate_all(url: str, prompts: list[Any], new_tokens: int, **extra: Any) -> list[dict[str, Any]]:
+def generate_all(
+    url: str, prompts: list[Any], new_tokens: int, rids: list[str] | None = None, **extra: Any
+) -> list[dict[str, Any]]:
     """All prompts at once, each a request of its own."""
+    named = [{} if rids is None else {"rid": rid} for rid in rids or prompts]
     with ThreadPoolExecutor(len(prompts)) as pool:
-        return list(pool.map(lambda prompt: generate(url, prompt, new_tokens, **extra), prompts))
+        return list(pool.map(lambda p, n: generate(url, p, new_tokens, **n, **extra), prompts, named))
 
 
 def flush(url: str) -> None:

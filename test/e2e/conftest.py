@@ -18,7 +18,8 @@ STRICT = {
 }
 COMMON = (
     *("--device", "cpu", "--dtype", "float32", "--context-length", "8192", "--max-total-tokens", "8192"),
-    *("--enable-metrics", "--decode-log-interval", "8", "--random-seed", "1"),
+    # An idle server must not spin: another one may be under test.
+    *("--enable-metrics", "--decode-log-interval", "8", "--random-seed", "1", "--sleep-on-idle"),
 )
 
 

@@ -1,0 +1,69 @@
+"""Tensor and data parallelism on CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmark.server import Server
+from test.e2e import tiny_model
+from test.e2e.client import flush, gauge, generate_all
+from test.e2e.conftest import COMMON, STRICT
+
+pytestmark = pytest.mark.e2e
+
+EVICTING = ("--eviction", "vase", "--eviction-budget", "160", "--eviction-buffer", "32", "--context-length", "4096")
+
+
+def prompt_ids(seed: int, length: int) -> list[int]:
+    return [(7919 * (seed + 1) + 104729 * i) % 40000 + 100 for i in range(length)]
+
+
+@pytest.fixture(scope="module")
+def tiny(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("tiny")
+    tiny_model.build(out, model)
+    return out
+
+
+def kept_sets(folder: Path) -> dict[tuple[str, int, int, int], list[int]]:
+    """Kept candidates by request, round, layer and global head."""
+    found: dict[tuple[str, int, int, int], list[int]] = {}
+    for file in sorted(folder.glob("rank*.jsonl")):
+        for line in map(json.loads, file.read_text().splitlines()):
+            for layer, heads in enumerate(line["kept"]):
+                for head, kept in enumerate(heads):
+                    found[line["rid"], line["round"], layer, line["head"] + head] = kept
+    return found
+
+
+def run(tiny: Path, folder: Path, *flags: str, **env: str) -> list[dict[str, Any]]:
+    folder.mkdir()
+    server = Server(
+        tiny, [*COMMON, *EVICTING, *flags], env={**STRICT, **env, "SGL_VASE_TRACE": str(folder)}, log=folder / "log.txt"
+    )
+    with server:
+        prompts = [prompt_ids(i, length) for i, length in enumerate((5, 90, 300))]
+        answers = generate_all(server.url, prompts, 330, rids=["short", "middle", "long"])
+        flush(server.url)
+        assert gauge(server.url, "sgl_vase:eviction_rounds") > 0
+    return answers
+
+
+def test_two_ranks_keep_what_one_keeps(tiny: Path, tmp_path: Path) -> None:
+    one = run(tiny, tmp_path / "one")
+    two = run(tiny, tmp_path / "two", "--tp-size", "2", SGLANG_CPU_OMP_THREADS_BIND="0|1")
+    assert [a["text"] for a in one] == [a["text"] for a in two]
+    alone, split = kept_sets(tmp_path / "one"), kept_sets(tmp_path / "two")
+    assert len(alone) >= 3 * 4 * 3 * 3  # requests x heads x layers x rounds
+    assert alone == split
+
+
+def test_data_parallel_behind_the_router(tiny: Path, tmp_path: Path) -> None:
+    answers = run(tiny, tmp_path / "dp", "--dp-size", "2", SGLANG_CPU_OMP_THREADS_BIND="0|1")
+    assert all(answer["meta_info"]["eviction"]["evictions"] for answer in answers)
+    one = run(tiny, tmp_path / "one")
+    assert [a["text"] for a in answers] == [a["text"] for a in one]
