@@ -328,6 +328,8 @@ def logical_length(req: Req) -> int:
 def attach(_: None, worker: TpModelWorker, *args: Any, **kwargs: Any) -> None:
     """Build the runtime once the worker has its pools."""
     global _runtime
+    from sglang.srt.runtime_context import get_parallel
+
     from sgl_vase_srt import forward, hooks, metrics, server_args
 
     config = server_args.active
@@ -379,7 +381,7 @@ def attach(_: None, worker: TpModelWorker, *args: Any, **kwargs: Any) -> None:
         forward_stream=runner.forward_stream,
         ring=ring,
         counters=metrics.counters(),
-        trace=Trace.from_environment(runner.tp_rank),
+        trace=Trace.from_environment(get_parallel().tp_rank),
         state=torch.zeros(pool.layers, pool.heads, pool.slots, device=pool.device) if policy.needs_state else None,
     )
     logger.info(
