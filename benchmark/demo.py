@@ -34,6 +34,7 @@ def stream_chat(url: str, prompt: str, tokens: int, seed: int) -> Iterator[dict[
         "max_tokens": tokens,
         "temperature": 0.7,
         "top_p": 0.95,
+        "frequency_penalty": 0.6,  # a model this small repeats itself otherwise, with or without eviction
         "seed": seed,
         "ignore_eos": True,
         "stream": True,
@@ -106,8 +107,7 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that the server goes too
     try:
         if not (options.model / "config.json").is_file() or (options.model / "demo_model.json").is_file():
-            print(f"Building the demo model in {options.model}", flush=True)
-            build(options.model)
+            print(f"Demo model in {options.model}:", "built" if build(options.model) else "there, verified", flush=True)
         print(run(options.model, [*flags, *extra], options.tokens, options.seed))
     except (DemoError, DemoModelError, ServerError, requests.RequestException) as error:
         print(f"\nerror: {error}", file=sys.stderr)

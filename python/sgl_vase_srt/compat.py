@@ -124,13 +124,13 @@ def _attention_backends(view: Any) -> set[str | None]:
 
 def _prefill_graph_hides_queries(view: Any) -> bool:
     graphs = view.cuda_graph_config
-    return graphs is not None and graphs.prefill.backend != "disabled" and policy_class(view.eviction).needs_queries
+    backend = "disabled" if graphs is None else graphs.prefill.backend
+    return backend not in ("disabled", "breakable") and policy_class(view.eviction).needs_queries
 
 
 SERVER = (
     # Several processes or several servers for one request.
     _width("--pp-size", "a stage holds some layers of a row and plans without the others", "use --tp-size"),
-    _width("--dp-size", "its controller does not pass on that eviction is ready", "start one server per replica"),
     Refusal(
         "--attn-dp-size",
         lambda view: view.attn_dp_size > 1 or view.enable_dp_attention,
@@ -211,7 +211,7 @@ SERVER = (
         _prefill_graph_hides_queries,
         "a replayed prefill skips the hook that keeps the queries this policy scores with",
         "add --disable-prefill-cuda-graph, or use a policy without queries such as vase-dkv",
-        limit="(chosen or default) other than disabled, for policies that use queries",
+        limit="(chosen or default) other than disabled and breakable, for policies that use queries",
         also=("cuda_graph_config", "disable_prefill_cuda_graph"),
     ),
     _switch("--enable-torch-compile", _OWN_STEP),
@@ -422,7 +422,7 @@ WORKS = (
         "Batches, pages and the radix tree",
         "end-to-end tests run overlap on and off, pages of 1 and 16, chunked and mixed prefill, the tree on and off",
         _names("""model_path dtype context_length max_total_tokens chunked_prefill_size enable_mixed_chunk
-            page_size disable_radix_cache disable_overlap_schedule random_seed host port enable_metrics
+            tp_size dp_size page_size disable_radix_cache disable_overlap_schedule random_seed host port enable_metrics
             decode_log_interval"""),
     ),
     Works(
@@ -448,7 +448,7 @@ WORKS = (
         "argued",
         "Tensor parallelism and its collectives",
         "every rank plans the same cut from the same integers and draws by global head; collectives carry activations",
-        _names("""tp_size nccl_port dist_timeout dist_init_addr enable_p2p_check pre_warm_nccl enable_nccl_nvls
+        _names("""nccl_port dist_timeout dist_init_addr enable_p2p_check pre_warm_nccl enable_nccl_nvls
             enable_symm_mem disable_custom_all_reduce enable_mscclpp enable_torch_symm_mem boundary_reduction
             enable_quant_communications enable_flashinfer_allreduce_fusion
             enforce_disable_flashinfer_allreduce_fusion flashinfer_allreduce_fusion_backend
@@ -649,7 +649,7 @@ WORKS = (
     Works(
         "unused",
         "Data, context and pipeline parallelism",
-        "refused: --dp-size, --attn-dp-size, --attn-cp-size, --dcp-size, --pp-size, --elastic-ep-backend",
+        "refused: --attn-dp-size, --attn-cp-size, --dcp-size, --pp-size, --elastic-ep-backend",
         _names("""load_balance_method enable_dp_attention_local_control_broadcast enable_dp_lm_head
             enable_tp_lm_head_all_to_all enable_dense_mlp_attn_tp cp_strategy enable_cp_tp_group_sharing
             dcp_comm_backend dcp_replicate_q_proj pp_max_micro_batch_size pp_async_batch_depth

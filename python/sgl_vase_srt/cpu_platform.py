@@ -34,9 +34,14 @@ class PortableCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "torch_native"
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Bound the KV pool unless ``--max-total-tokens`` does: SGLang would fill most of the host's memory."""
+        """Bound the KV pool, which SGLang would let fill most of the host's memory, and let idle threads sleep.
+
+        Runs before the worker processes are spawned, so they inherit the environment.
+        """
         if server_args.max_total_tokens is None:
             server_args.max_total_tokens = DEFAULT_POOL_TOKENS
+        # OpenMP threads that spin at a barrier make a busy machine a hundred times slower.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def activate() -> str | None:

@@ -19,21 +19,32 @@ if TYPE_CHECKING:
 
 def attention_layers(runner: ModelRunner) -> list[RadixAttention]:
     """The model's attention layers in order. Raises ``ValueError`` for what the scores do not model."""
-    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
     pool = runner.token_to_kv_pool
-    if type(pool) is not MHATokenToKVPool or pool.kv_cache_layout != "nhd":
+    if type(pool) is not MHATokenToKVPool or pool.kv_cache_layout != "nhd" or pool.store_dtype != pool.dtype:
         raise ValueError(
-            f"--eviction needs the plain NHD token pool of multi-head attention, this model has {type(pool).__name__}"
+            "--eviction needs the plain NHD token pool of multi-head attention in fp32, bf16 or fp16, this model has "
+            f"{type(pool).__name__}, {getattr(pool, 'kv_cache_layout', '?')}, {pool.dtype}"
         )
     layers = sorted((m for m in runner.model.modules() if isinstance(m, RadixAttention)), key=lambda m: m.layer_id)
+    if not layers:
+        raise ValueError("--eviction found no attention layer in this model: use SGLang's own implementation of it")
     first = layers[0]
     for layer in layers:
-        if layer.logit_cap or layer.sliding_window_size > 0 or layer.is_cross_attention:
+        if (
+            layer.logit_cap
+            or layer.sliding_window_size > 0
+            or layer.is_cross_attention
+            or layer.use_irope
+            or layer.xai_temperature_len > 0
+            or layer.pos_encoding_mode != "NONE"
+            or layer.attn_type != AttentionType.DECODER
+        ):
             raise ValueError(
-                f"--eviction needs plain causal attention: layer {layer.layer_id} has a logit cap, a sliding window "
-                "or cross attention"
+                f"--eviction needs plain causal attention: layer {layer.layer_id} has a logit cap, a sliding window, "
+                "cross attention, a temperature or a position encoding of its own"
             )
         if (layer.scaling, layer.tp_q_head_num, layer.head_dim) != (first.scaling, first.tp_q_head_num, first.head_dim):
             raise ValueError(f"--eviction needs equal attention layers: layer {layer.layer_id} differs from the first")
@@ -49,7 +60,7 @@ def prepare(forward_batch: ForwardBatch, cls: type, batch: ScheduleBatch, model_
     if mode.is_decode():
         if any(scheduler.state_of(req).evictions for req in batch.reqs):
             forward_batch.positions = (batch.orig_seq_lens - 1).to(forward_batch.positions.dtype)
-        forward_batch.vase_capture = any(scheduler.state_of(req).ring_slot for req in batch.reqs)
+        runtime.capture = any(scheduler.state_of(req).ring_slot for req in batch.reqs)
         return
     if not mode.is_extend():
         return
@@ -61,7 +72,8 @@ def prepare(forward_batch: ForwardBatch, cls: type, batch: ScheduleBatch, model_
         forward_batch.vase_logical_lens = torch.cat(
             [batch.seq_lens[:-decoding], batch.orig_seq_lens[-decoding:].to(batch.seq_lens.dtype)]
         )
-    forward_batch.vase_tokens = runtime.window_tokens(batch, decoding) if runtime.ring is not None else None
+    if runtime.ring is not None:
+        runtime.capture = runtime.window_tokens(batch, decoding) or False
 
 
 def sample_at_logical_length(
@@ -79,21 +91,22 @@ def sample_at_logical_length(
 
 
 def capture_queries(
-    layer: RadixAttention, q: torch.Tensor, k: Any, v: Any, forward_batch: ForwardBatch, *_: Any, **__: Any
+    backend: Any, q: torch.Tensor, k: Any, v: Any, layer: RadixAttention, forward_batch: ForwardBatch, *_: Any, **__: Any
 ) -> None:
     """Write this forward's post-RoPE queries ``[tokens, heads * dim]`` into the layer's ring.
 
-    Decode writes every row through the slot table (slot 0 is scratch): static buffers only, so a CUDA
-    graph captures it; batches built without our hook (graph capture) always write.
+    Decode writes every row through the slot table (slot 0 is scratch): static buffers only, so a CUDA graph
+    captures it. What to write is the runtime's to know: runners rebuild the batch and drop foreign attributes.
     """
     runtime = scheduler.runtime()
     ring = runtime.ring
     assert ring is not None
+    if runtime.capture is False or forward_batch.forward_mode.is_idle():
+        return
     q = q.view(-1, layer.tp_q_head_num, layer.head_dim)
     if forward_batch.forward_mode.is_decode():
-        if getattr(forward_batch, "vase_capture", True):
-            slots = ring.table[forward_batch.req_pool_indices]
-            ops.store_queries(ring.layer(layer.layer_id), slots, forward_batch.positions, q)
-    elif (tokens := getattr(forward_batch, "vase_tokens", None)) is not None:
-        index, slots, positions = tokens
+        slots = ring.table[forward_batch.req_pool_indices]
+        ops.store_queries(ring.layer(layer.layer_id), slots, forward_batch.positions, q)
+    elif runtime.capture is not True:
+        index, slots, positions = runtime.capture
         ops.store_queries(ring.layer(layer.layer_id), slots, positions, q[index])

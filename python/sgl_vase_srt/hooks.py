@@ -84,9 +84,9 @@ SCHEDULER = (
         "a request longer than the pool cannot be prefilled again: retract it last",
     ),
     Hook(
-        f"{_SRT}managers.schedule_batch.ScheduleBatch.retract_decode",
-        HookType.AFTER,
-        scheduler.abort_lost,
+        f"{_SRT}managers.scheduler.Scheduler._add_request_to_queue",
+        HookType.AROUND,
+        scheduler.requeue,
         "and if it must be, it ends with an error instead of blocking the queue",
     ),
     Hook(
@@ -153,10 +153,19 @@ SCHEDULER = (
 
 QUERIES = (
     Hook(
-        f"{_SRT}layers.radix_attention.RadixAttention.forward",
+        f"{_SRT}layers.attention.base_attn_backend.AttentionBackend.forward",
         HookType.BEFORE,
         forward.capture_queries,
         "the post-RoPE queries that the policy scores with (only for policies that ask for them)",
+    ),
+)
+
+CONTROLLER = (
+    Hook(
+        f"{_SRT}managers.data_parallel_controller.DataParallelController.get_init_info",
+        HookType.AFTER,
+        scheduler.forward_ready,
+        "the launcher sees the controller's word only",
     ),
 )
 
@@ -217,6 +226,8 @@ def register_for_this_process() -> None:
     """Register for the process that SGLang is about to run: a scheduler, or one that talks to clients."""
     if "sglang.srt.managers.scheduler" in sys.modules:
         _install(_scheduler_hooks())
+    if "sglang.srt.managers.data_parallel_controller" in sys.modules:
+        _install(CONTROLLER)
     if "sglang.srt.managers.tokenizer_manager" in sys.modules:
         install_frontend()
 

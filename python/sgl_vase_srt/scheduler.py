@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from sgl_vase_srt.trace import Trace
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.model_executor.model_runner import ModelRunner
 
@@ -93,6 +95,9 @@ class Runtime:
     totals: Totals = field(default_factory=Totals)
     counters: Counters | None = None
     trace: Trace | None = None
+    capture: bool | tuple[torch.Tensor, torch.Tensor, torch.Tensor] = True
+    """Queries of the forward at hand to keep: none, every row's (decode; also while graphs are captured), or
+    ``window_tokens`` of an extend."""
     _pending: list[_Due] = field(default_factory=list)
 
     # ------------------------------------------------------------------ plan
@@ -441,24 +446,31 @@ def can_return(req: Req) -> bool:
     return req.seqlen + current.page_size < current.capacity
 
 
-def abort_lost(result: tuple[list[Req], float, list[Req]], batch: ScheduleBatch) -> tuple[list[Req], float, list[Req]]:
+def requeue(original: Callable[..., None], scheduler: Scheduler, req: Req, is_retracted: bool = False) -> None:
     """A retracted request that no prefill can bring back ends with an error instead of blocking the queue."""
+    if not is_retracted or can_return(req):
+        original(scheduler, req, is_retracted=is_retracted)
+        return
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
+    from sglang.srt.managers.scheduler import _make_abort_req
 
-    retracted, ratio, aborted = result
-    lost = [req for req in retracted if not can_return(req)]
-    for req in lost:
-        req.to_finish = FINISH_ABORT(
-            f"Retracted under memory pressure after {req.seqlen} tokens, more than the KV pool holds at once: "
-            "it cannot be prefilled again. Raise --max-total-tokens or lower --max-running-requests.",
-            status_code=HTTPStatus.SERVICE_UNAVAILABLE,
-        )
-    return [req for req in retracted if can_return(req)], ratio, [*aborted, *lost]
+    req.to_finish = FINISH_ABORT(
+        f"Retracted after {req.seqlen} tokens, more than the KV pool of {runtime().capacity} holds at once: it cannot be "
+        "prefilled again. Raise --max-total-tokens or lower --max-running-requests.",
+        status_code=HTTPStatus.SERVICE_UNAVAILABLE,
+    )
+    scheduler.send_abort_output(_make_abort_req(req, finished_reason=req.to_finish.to_json()), req)
 
 
 def report_ready(info: dict[str, Any], scheduler: Any) -> dict[str, Any]:
     """Tell the launcher that this scheduler evicts: its hooks were verified when the pools were built."""
     return {**info, "eviction_ready": runtime().config.policy}
+
+
+def forward_ready(info: dict[str, Any], controller: Any) -> dict[str, Any]:
+    """Hand on what the replicas of a data-parallel controller said; all of them must have."""
+    said = [replica.get("eviction_ready") for replica in controller._scheduler_init_infos]
+    return {**info, "eviction_ready": said[0] if all(said) else None}
 
 
 def require_ready(infos: list[dict[str, Any]], *args: Any, **kwargs: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import msgspec
 from sglang.srt.arg_groups.arg_utils import A, Arg
-from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
 from sglang.srt.server_args import ServerArgs
 
 from sgl_vase import EvictionConfig, policy_names
@@ -96,7 +96,10 @@ class VaseServerArgs(ServerArgs, dict=True):
                 return
             hooks.check_sglang_version()
             compat.check_environment()
-            compat.check_server_args(resolving_view(self))
+            view = resolving_view(self)
+            compat.check_server_args(view)
+            if str(view.model_path).lower() not in ("none", "dummy"):
+                compat.check_model(model_config_of(self))
         except ValueError as error:
             self._refuse(error)
         activate(config)

@@ -92,7 +92,7 @@ def test_forced_retraction(serve: Serve) -> None:
 def test_same_seed_alone_and_in_a_batch(serve: Serve) -> None:
     """A sampled request with a seed says the same alone and among seven others, and something else with another."""
     server = serve(*SMALL)
-    sampling = {"temperature": 0.8, "frequency_penalty": 0.0}
+    sampling = {"temperature": 0.8}
     seeded = {**sampling, "sampling_seed": 7}
     alone = generate(server.url, chat(QUESTIONS[2]), 360, sampling=seeded)
     with ThreadPoolExecutor(8) as pool:
@@ -178,3 +178,43 @@ def test_many_with_equal_triggers(serve: Serve) -> None:
     assert len({str(answer["meta_info"]["eviction"]) for answer in answers}) == 1
     assert answers[0]["meta_info"]["eviction"]["evictions"] >= 1
     flush(server.url)
+
+
+def test_long_prompt_into_a_pool_of_pinned_prefixes(serve: Serve) -> None:
+    """Running requests pin most of the pool; a prompt that does not fit beside them waits and then runs."""
+    server = serve(*DKV, "--max-total-tokens", "1280")
+    with ThreadPoolExecutor(4) as pool:
+        pinned = [pool.submit(generate, server.url, prompt_ids(i, 300), 180) for i in range(3)]
+        time.sleep(2)
+        long = pool.submit(generate, server.url, prompt_ids(9, 900), 40)
+        assert long.result()["meta_info"]["completion_tokens"] == 40
+        assert all(request.result()["meta_info"]["completion_tokens"] == 180 for request in pinned)
+    flush(server.url)
+
+
+@pytest.mark.slow
+def test_a_hundred_long_generations(serve: Serve) -> None:
+    """A hundred at once and one alone, overlap on: no request loops or bleeds under load."""
+    server = serve("--eviction", "vase-dkv", "--eviction-budget", "256", "--max-total-tokens", "32768")
+    prompts = [chat(f"{QUESTIONS[i % 8]} Use the number {i}.") for i in range(100)]
+    together = generate_all(server.url, prompts, 600)
+    for i in (0, 37, 99):
+        assert generate(server.url, prompts[i], 600)["text"] == together[i]["text"]
+    flush(server.url)
+
+
+@pytest.mark.slow
+def test_sixty_four_requests_of_1500_tokens(serve: Serve) -> None:
+    """The worked example of docs/scheduling.md, to the end: all complete, none is retracted."""
+    server = serve("--eviction", "vase-dkv", "--eviction-budget", "256")
+    flush(server.url)
+    answers = generate_all(server.url, [prompt_ids(i, 128) for i in range(64)], 1500)
+    assert all(answer["meta_info"]["completion_tokens"] == 1500 for answer in answers)
+    assert all(answer["meta_info"]["num_retractions"] == 0 for answer in answers)
+
+
+@pytest.mark.slow
+def test_six_thousand_tokens_from_a_pool_of_2048(serve: Serve) -> None:
+    server = serve("--eviction", "vase-dkv", "--eviction-budget", "256", "--max-total-tokens", "2048")
+    answer = generate(server.url, chat("Tell me about the moon."), 6000)
+    assert answer["meta_info"]["completion_tokens"] == 6000

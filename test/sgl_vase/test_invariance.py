@@ -48,10 +48,8 @@ def scores(round: Round) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("spec", SPECS)
-def test_alone_and_among_63_others(spec, threads, set_threads):
-    set_threads(threads)
+def test_alone_and_among_63_others(spec):
     alone = select(spec, build([MINE]))
     assert alone.shape == (3, 4, MINE.keep)
     for place in (0, 31, 63):
@@ -68,7 +66,7 @@ def test_split_over_ranks(spec):
     assert torch.equal(torch.cat(heads, 1), whole)
     layers = [select(spec, build(batch, own_layers=slice(*part))) for part in ((0, 1), (1, 3))]
     assert torch.equal(torch.cat(layers, 0), whole)
-    assert not torch.equal(heads[0], heads[1])  # unless what is equal is trivial
+    assert spec == "streaming" or not torch.equal(heads[0], heads[1])
     single = select(spec, build(batch, own_heads=slice(3, 4), own_layers=slice(2, 3)))
     assert torch.equal(single, whole[2:, 3:])
 
@@ -94,7 +92,7 @@ def test_elsewhere_in_the_pool(spec, where):
     assert torch.equal(select(spec, build(batch, **where)), select(spec, build(batch)))
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(
     "size", [{}, {"dim": 80, "group": 3}, {"dim": 128, "group": 1, "dtype": torch.bfloat16}], ids=str
 )
@@ -153,7 +151,7 @@ def test_seeds_decide(spec):
     assert not torch.equal(select(spec, build([replace(MINE, seed=request_key(8, 0))])), kept[..., : MINE.keep])
 
 
-@pytest.mark.parametrize("spec", set(SPECS) - {*DRAWING, "vase", "vase absmax", "vase l2", "vase variance"})
+@pytest.mark.parametrize("spec", sorted({*SPECS} - {*DRAWING, "vase", "vase absmax", "vase l2", "vase variance"}))
 def test_the_rest_draws_nothing(spec):
     assert torch.equal(select(spec, build([replace(MINE, seed=1)])), select(spec, build([replace(MINE, seed=2)])))
 

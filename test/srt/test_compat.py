@@ -21,12 +21,11 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES, ServerArgs
 
 ROOT = Path(__file__).parents[2]
-PREFILL_GRAPH = CudaGraphConfig(prefill=PhaseConfig(backend="breakable"))
+PREFILL_GRAPH = CudaGraphConfig(prefill=PhaseConfig(backend="full"))
 
 # One value of the fields that each refusal reads for which it must fire.
 CONFLICTS: dict[str, dict[str, Any]] = {
     "--pp-size": {"pp_size": 2},
-    "--dp-size": {"dp_size": 2},
     "--attn-dp-size": {"attn_dp_size": 2},
     "--dwdp-size": {"dwdp_size": 2},
     "--attn-cp-size": {"attn_cp_size": 2},
