@@ -23,11 +23,11 @@ def release(original: Callable[..., Any], req: Req, tree_cache: BasePrefixCache,
 
 
 def checkpoint(original: Callable[..., Any], req: Req, tree_cache: BasePrefixCache) -> Any:
-    """Publish at most the prompt. A retracted request prefills its outputs too; owned by the tree,
-    they could never be compacted again."""
-    prompt = len(req.origin_input_ids)
-    if req.extend_end <= prompt or req.skip_radix_cache_insert:
+    """Publish the prompt, and what was matched beyond it, but no more. A retracted request prefills its
+    outputs too; owned by the tree, they could never be compacted again."""
+    most = max(len(req.origin_input_ids), req.kv.cache_protected_len)
+    if req.extend_end <= most or req.skip_radix_cache_insert:
         return original(req, tree_cache)
-    tree_cache.checkpoint(req, up_to=prompt)
+    tree_cache.checkpoint(req, up_to=most)
     req.prefix_len = req.extend_end
     return None

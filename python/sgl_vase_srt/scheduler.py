@@ -89,7 +89,6 @@ class Runtime:
     capacity: int
     """Tokens of the KV pool."""
     scale: float
-    forward_stream: Any
     ring: QueryRing | None
     state: torch.Tensor | None
     totals: Totals = field(default_factory=Totals)
@@ -383,7 +382,6 @@ def attach(_: None, worker: TpModelWorker, *args: Any, **kwargs: Any) -> None:
         page_size=kv.page_size,
         capacity=kv.size,
         scale=layers[0].scaling,
-        forward_stream=runner.forward_stream,
         ring=ring,
         counters=metrics.counters(),
         trace=Trace.from_environment(get_parallel().tp_rank),

@@ -22,7 +22,8 @@ def test_off_hooks_nothing_but_the_flags() -> None:
         from sglang.srt.plugins.hook_registry import HookRegistry
         import sglang.srt.managers.scheduler
         load_plugins()
-        print(sorted(t for t, hooks in HookRegistry._hooks.items() if hooks))
+        ours = {t for t, hooks in HookRegistry._hooks.items() for _, _, s in hooks if s and s.dist_name == "sgl-vase"}
+        print(sorted(ours))
         """
     )
     assert out.splitlines()[-1] == str(
