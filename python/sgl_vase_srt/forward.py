@@ -91,7 +91,14 @@ def sample_at_logical_length(
 
 
 def capture_queries(
-    backend: Any, q: torch.Tensor, k: Any, v: Any, layer: RadixAttention, forward_batch: ForwardBatch, *_: Any, **__: Any
+    backend: Any,
+    q: torch.Tensor,
+    k: Any,
+    v: Any,
+    layer: RadixAttention,
+    forward_batch: ForwardBatch,
+    *_: Any,
+    **__: Any,
 ) -> None:
     """Write this forward's post-RoPE queries ``[tokens, heads * dim]`` into the layer's ring.
 

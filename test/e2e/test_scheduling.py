@@ -16,7 +16,10 @@ from test.e2e.texts import QUESTIONS, chat
 pytestmark = pytest.mark.e2e
 
 Serve = Callable[..., Server]
-SMALL = ("--eviction", "vase", "--eviction-budget", "256", "--eviction-min-private", "96")
+SMALL = (
+    *("--eviction", "vase", "--eviction-budget", "256", "--eviction-min-private", "96"),
+    "--enable-return-hidden-states",
+)
 DKV = ("--eviction", "vase-dkv", "--eviction-budget", "128", "--eviction-buffer", "32")
 
 
@@ -108,7 +111,7 @@ def test_same_seed_alone_and_in_a_batch(serve: Serve) -> None:
 
 
 def test_what_clients_ask_for(serve: Serve) -> None:
-    """n, stop strings, log-probabilities, a grammar: served by requests that evict."""
+    """n, stop strings, log-probabilities, hidden states, a grammar: served by requests that evict."""
     server = serve(*SMALL)
     long = {**GREEDY, "max_new_tokens": 360}
     count = "Count from one to two hundred, in words, separated by commas."
@@ -119,6 +122,7 @@ def test_what_clients_ask_for(serve: Serve) -> None:
             "text": chat(count),
             "sampling_params": {**long, "regex": r"(one|two|three|[a-z ]+, )+", "ignore_eos": True},
         },
+        "hidden states": {"text": chat(count), "sampling_params": long, "return_hidden_states": True},
         "stop": {"text": chat(count), "sampling_params": {**long, "stop": ["QQQ"], "ignore_eos": True}},
     }
     with ThreadPoolExecutor(len(bodies)) as pool:

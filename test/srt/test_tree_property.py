@@ -186,7 +186,9 @@ class World:
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
         for tokens in self.known:
-            match = self.tree.match_prefix(MatchPrefixParams(key=RadixKey(token_ids=array("q", tokens), extra_key=None)))
+            match = self.tree.match_prefix(
+                MatchPrefixParams(key=RadixKey(token_ids=array("q", tokens), extra_key=None))
+            )
             slots = self.tree.path_device_indices(match.last_device_node)
             for i, slot in enumerate(slots.tolist()[: match.device_prefix_len]):
                 self.check_slot(slot, tokens[: i + 1])
