@@ -1,9 +1,13 @@
-"""Tables and plots of a throughput run, from its raw rows alone: ``python -m benchmark.plot DIR``."""
+"""Tables and plots of a throughput run, from its raw rows alone: ``python -m benchmark.plot DIR``.
+
+``--docs FILE`` also rewrites the generated part of a Markdown file and puts the plots beside it.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +20,7 @@ from matplotlib import pyplot as plt
 
 Row = dict[str, Any]
 STOCK = "stock"
+BEGIN, END = "<!-- generated: python -m benchmark.plot -->", "<!-- end of generated -->"
 
 
 def spread(values: Sequence[float], digits: int = 1) -> str:
@@ -103,8 +108,9 @@ def _save(name: str, out: Path, title: str, x: str, y: str) -> None:
     plt.close()
 
 
-def plots(rows: list[Row], out: Path) -> None:
-    """PNG files: throughput against the pool, concurrency and KV tokens over time."""
+def plots(rows: list[Row], out: Path) -> list[str]:
+    """PNG files: throughput against the pool, concurrency and KV tokens over time. Their names."""
+    names = []
     groups = grouped(rows)
     bound = {name: group for name, group in groups.items() if name.startswith("memory-bound")}
     if bound:
@@ -116,7 +122,8 @@ def plots(rows: list[Row], out: Path) -> None:
             )
             plt.plot(*zip(*points, strict=True), marker="o", label=variant)
         plt.xscale("log", base=2)
-        _save("throughput-pool.png", out, "Throughput against the KV pool", "pool, tokens", "output tokens / s")
+        names.append("throughput-pool.png")
+        _save(names[-1], out, "Throughput against the KV pool", "pool, tokens", "output tokens / s")
     for name, column, label in (("concurrency.png", 1, "running requests"), ("kv-tokens.png", 2, "KV tokens in use")):
         scenario = "memory-bound-1/4" if column == 1 else "equal-batch"
         if scenario not in groups:
@@ -124,17 +131,30 @@ def plots(rows: list[Row], out: Path) -> None:
         for variant, measured in groups[scenario].items():
             samples = measured[0]["samples"]
             plt.plot([s[0] for s in samples], [s[column] for s in samples], label=variant)
+        names.append(name)
         _save(name, out, scenario, "seconds", label)
+    return names
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="folder with rows.jsonl")
-    out: Path = parser.parse_args(argv).folder
+    parser.add_argument("--docs", type=Path, help="Markdown file whose generated part is rewritten")
+    args = parser.parse_args(argv)
+    out: Path = args.folder
     rows = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
     (out / "table.md").write_text(table(rows))
-    plots(rows, out)
-    print(out / "table.md")
+    names = plots(rows, out)
+    if args.docs is not None:
+        images = args.docs.parent / "images"
+        images.mkdir(exist_ok=True)
+        for name in names:
+            shutil.copy(out / name, images / name)
+        pictures = "\n".join(f"![{name}](images/{name})" for name in names)
+        text = args.docs.read_text()
+        before, after = text[: text.index(BEGIN)], text[text.index(END) :]
+        args.docs.write_text(f"{before}{BEGIN}\n\n{table(rows)}\n{pictures}\n\n{after}")
+    print(args.docs or out / "table.md")
     return 0
 
 
