@@ -178,4 +178,23 @@ def store_queries(ring: torch.Tensor, slots: torch.Tensor, positions: torch.Tens
     """
     if q.shape != (slots.shape[0], *ring.shape[2:]):
         raise ValueError(f"q must be {(slots.shape[0], *ring.shape[2:])}, got {tuple(q.shape)}")
-    ring[slots, positions % ring.shape[1]] = q.to(ring.dtype)
+    _impl(ring.device).store_queries(ring, slots, positions, q)
+
+
+def copy_slots(pool: KVPool, source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy whole tokens, all layers and heads: slot ``source[i]`` to slot ``target[i]`` (int64, disjoint).
+
+    Plain torch on every device: it runs once in a request's life.
+    """
+    if source.shape != target.shape or source.dtype != torch.int64 or target.dtype != torch.int64:
+        raise ValueError(
+            f"source and target must be int64 of one shape, got {source.dtype} {tuple(source.shape)} and "
+            f"{target.dtype} {tuple(target.shape)}"
+        )
+    page = pool.page_size
+    for buffer in (*pool.k, *pool.v):
+        raw = buffer.view(torch.uint8) if buffer.dtype.itemsize == 1 else buffer
+        if pool.layout == "NHD":
+            raw[target // page, target % page] = raw[source // page, source % page]
+        else:
+            raw[target // page, :, target % page] = raw[source // page, :, source % page]

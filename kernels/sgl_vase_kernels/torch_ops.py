@@ -152,6 +152,10 @@ def window_attention_scores(
     return _per_row(pool, rows, lambda n: max(dim, groups * queries.ring.shape[2]), score)
 
 
+def store_queries(ring: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, q: torch.Tensor) -> None:
+    ring[slots, positions % ring.shape[1]] = q.to(ring.dtype)
+
+
 def _pool(attention: torch.Tensor, width: int, pooling: str) -> torch.Tensor:
     if pooling == "none" or width == 1:
         return attention

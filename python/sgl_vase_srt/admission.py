@@ -26,8 +26,13 @@ def headroom(req: Req, tree_cache: Any) -> float:
     config = scheduler.state_of(req).config
     if config is None:
         return math.inf
+    runtime = scheduler.runtime()
     held = req.kv.kv_allocated_len or len(req.origin_input_ids) + len(req.output_ids)
-    return max(0, config.footprint(scheduler.runtime().shared_prefix(req, tree_cache)) - held)
+    shared = runtime.shared_prefix(req, tree_cache)
+    if config.prefix == "protect" or scheduler.state_of(req).evictions:
+        return max(0, config.footprint(req.kv.cache_protected_len if req.kv.holds_kv else shared) - held)
+    # Detaching copies first and lets go afterwards; a pool too small for that keeps the prefix.
+    return min(max(0, config.footprint() - held) + shared, max(0, runtime.capacity - held - 2 * runtime.page_size))
 
 
 def running_offset(offset: float, adder: PrefillAdder, req: Req) -> float:
@@ -53,8 +58,16 @@ def add_request(original: Callable[..., Any], adder: PrefillAdder, req: Req, *ar
 
 
 def worker_info(info: tuple[Any, ...], worker: Any) -> tuple[Any, ...]:
-    """The longest request is bounded by the model's context, not by the pool (field 4 of the tuple)."""
-    return (*info[:4], worker.model_config.context_len - 1, *info[5:])
+    """The longest request is bounded by the model's context, not by the pool (field 4 of the tuple).
+
+    Rows that detach need a ring slot while they hold little of their own: then no more of them may run
+    than there are slots (field 2).
+    """
+    runtime = scheduler.runtime()
+    running = info[2]
+    if runtime.ring is not None and runtime.config.prefix == "detach":
+        running = min(running, runtime.ring.slots)
+    return (*info[:2], running, info[3], worker.model_config.context_len - 1, *info[5:])
 
 
 def output_limit(

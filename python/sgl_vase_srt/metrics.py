@@ -51,23 +51,21 @@ class Counters:
     def __init__(self, labels: dict[str, str]) -> None:
         from prometheus_client import Counter
 
-        self._labels = labels
-        self._rounds = Counter(
-            "sgl_vase:eviction_rounds", "Eviction rounds, counted a request.", labelnames=labels.keys()
-        )
-        self._tokens = Counter("sgl_vase:evicted_tokens", "KV tokens evicted.", labelnames=labels.keys())
-        self._seconds = Counter(
-            "sgl_vase:eviction_seconds", "Scheduler seconds spent in rounds.", labelnames=labels.keys()
-        )
+        def counter(name: str, text: str) -> Any:
+            return Counter(f"sgl_vase:{name}", text, labelnames=labels.keys()).labels(**labels)
+
+        self._rounds = counter("eviction_rounds", "Rows cut: eviction rounds, counted a request.")
+        self._tokens = counter("evicted_tokens", "KV tokens evicted.")
+        self._seconds = counter("eviction_seconds", "Scheduler seconds spent in rounds.")
 
     def planned(self, tokens: int) -> None:
         """One row was cut by ``tokens`` entries."""
-        self._rounds.labels(**self._labels).inc()
-        self._tokens.labels(**self._labels).inc(tokens)
+        self._rounds.inc()
+        self._tokens.inc(tokens)
 
     def executed(self, seconds: float) -> None:
         """All cuts of a step were moved (on a GPU: enqueued)."""
-        self._seconds.labels(**self._labels).inc(seconds)
+        self._seconds.inc(seconds)
 
 
 _counters: Counters | None = None

@@ -36,6 +36,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+def evict_from_tree_cache(tree_cache: Any, tokens: int) -> None:
+    """Make room for ``tokens`` by SGLang's own policy, among what no request holds."""
+    from sglang.srt.mem_cache.common import evict_from_tree_cache as evict
+
+    evict(tree_cache, tokens)
+
+
 @dataclass
 class RequestState:
     """What eviction remembers of one request between its prefill and its end."""
@@ -61,6 +68,8 @@ class _Due:
     state: RequestState
     req: Req
     plan: RowPlan
+    copy: tuple[torch.Tensor, torch.Tensor] | None
+    """A row that detaches: its tree-owned slots and the ones they are copied to."""
     slots: torch.Tensor
     round: int
     carried: int
@@ -112,12 +121,20 @@ class Runtime:
             state = state_of(req)
             if state.config is None:
                 continue
-            length, protected = req.kv.kv_allocated_len, req.kv.cache_protected_len
+            length, shared = req.kv.kv_allocated_len, req.kv.cache_protected_len
+            detaching = shared > 0 and state.config.prefix == "detach"
+            protected = 0 if detaching else shared
             if self.ring is not None and not state.ring_slot and length >= state.config.target(protected):
                 self._start_capture(req, logical_length(req))
             plan = state.config.plan_row(length, protected)
-            if plan is not None and self._window_full(state, req):
-                cuts[i] = self._cut(req, state, plan, batch)
+            if plan is None or not self._window_full(state, req):
+                continue
+            copy = self._detach(req, batch) if detaching else None
+            if detaching and copy is None:
+                # No room for the copy now: bound the private part meanwhile, try again at the next round.
+                plan = state.config.plan_row(length, shared)
+            if plan is not None:
+                cuts[i] = self._cut(req, state, plan, batch, copy)
         if not cuts:
             return
         delta = torch.zeros(len(batch.reqs), dtype=batch.seq_lens.dtype)
@@ -139,7 +156,33 @@ class Runtime:
         state.ring_slot = self.ring.take(req.kv.req_pool_idx)
         state.captured_from = position
 
-    def _cut(self, req: Req, state: RequestState, plan: RowPlan, batch: ScheduleBatch) -> int:
+    def _detach(self, req: Req, batch: ScheduleBatch) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Give the row slots of its own for what it shares, and let go of the tree.
+
+        The copy to make, from the tree's slots to the row's, or ``None`` if the pool has no room. Whoever gets
+        the tree's slots next writes them in a later forward.
+        """
+        shared = req.kv.cache_protected_len
+        evict_from_tree_cache(batch.tree_cache, shared)
+        slots = batch.tree_cache.token_to_kv_pool_allocator.alloc(shared)
+        if slots is None:
+            return None
+        row = self.req_to_token[req.kv.req_pool_idx]
+        copy = row[:shared].to(torch.int64), slots
+        row[:shared] = slots.to(row.dtype)
+        batch.tree_cache.unlock(req.lock)
+        req.lock = None
+        req.kv.cache_protected_len = req.kv.cache_inserted_len = 0
+        return copy
+
+    def _cut(
+        self,
+        req: Req,
+        state: RequestState,
+        plan: RowPlan,
+        batch: ScheduleBatch,
+        copy: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> int:
         row = self.req_to_token[req.kv.req_pool_idx]
         end = logical_length(req)
         self._pending.append(
@@ -147,6 +190,7 @@ class Runtime:
                 state=state,
                 req=req,
                 plan=plan,
+                copy=copy,
                 slots=row[plan.protected : plan.length].to(torch.int64),
                 round=state.evictions,
                 carried=state.kept,
@@ -179,14 +223,19 @@ class Runtime:
         if not due:
             return
         begin = time.perf_counter()
-        self._move(due)
+        # A copy may go to slots that an earlier cut gave back: that cut is moved first.
+        starts = [i for i, d in enumerate(due) if i == 0 or d.copy is not None]
+        for start, stop in zip(starts, [*starts[1:], len(due)], strict=True):
+            if (copy := due[start].copy) is not None:
+                ops.copy_slots(self.pool, *copy)
+            self._move(due[start:stop])
         if self.counters is not None:
             self.counters.executed(time.perf_counter() - begin)
 
     def _move(self, due: list[_Due]) -> None:
-        for d in due:
-            if d.slots.is_cuda:
-                d.slots.record_stream(torch.cuda.current_stream())
+        if self.pool.device.type == "cuda":
+            for tensor in (t for d in due for t in (d.slots, *(d.copy or ()))):
+                tensor.record_stream(torch.cuda.current_stream())
         plans = [d.plan for d in due]
         rows = Rows(
             slots=torch.cat([d.slots for d in due]),
@@ -258,7 +307,10 @@ class Runtime:
     ) -> tuple[int, int]:
         """Positions ``[low, high)`` of this chunk whose queries are kept."""
         total = len(req.full_untruncated_fill_ids)
-        if state.config is None or total < state.config.target(self.shared_prefix(req, batch.tree_cache)):
+        if state.config is None:
+            return 0, 0
+        shared = 0 if state.config.prefix == "detach" else self.shared_prefix(req, batch.tree_cache)
+        if total < state.config.target(shared):
             return 0, 0
         low, high = max(prefix, total - self.config.buffer), prefix + extend
         if low < high and not state.ring_slot:

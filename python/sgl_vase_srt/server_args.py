@@ -43,7 +43,8 @@ class VaseServerArgs(ServerArgs, dict=True):
     eviction_prefix: A[
         str | None,
         Arg(
-            help="protect (default): what the radix tree shares is never evicted; detach: not available yet.",
+            help="protect (default): what the radix tree shares is never evicted; detach: a request that outgrows its "
+            "budget copies what it keeps and lets go of the shared part, the prompt included.",
             choices=list(PREFIX_MODES),
         ),
     ] = None
@@ -70,8 +71,6 @@ class VaseServerArgs(ServerArgs, dict=True):
             config = EvictionConfig.from_json(self.eviction_config, policy=self.eviction, **flags)
         else:
             config = EvictionConfig(policy=self.eviction, **{k: v for k, v in flags.items() if v is not None})
-        if config.prefix == "detach":
-            raise ValueError("--eviction-prefix detach is not available yet: use protect (the default)")
         return config
 
     @classmethod

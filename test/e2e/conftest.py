@@ -35,13 +35,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def serve(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
-    """``serve(*flags, **env)``: the running server of that configuration. Two stay up at most: memory is shared."""
+    """``serve(*flags, **env)``: the running server of that configuration. Three stay up at most: memory is shared."""
     running: dict[tuple[object, ...], Server] = {}
 
     def start(*flags: str, **env: str) -> Server:
         key = (*flags, *sorted(env.items()))
         if key not in running:
-            while len(running) >= 2:
+            while len(running) >= 3:
                 running.pop(next(iter(running))).stop()
             log = tmp_path_factory.mktemp("server") / "log.txt"
             running[key] = Server(model, [*COMMON, *flags], env={**STRICT, **env}, log=log).start()

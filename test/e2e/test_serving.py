@@ -26,6 +26,7 @@ UNSHARED = (
     *("--eviction", "vase", "--eviction-budget", "128", "--disable-radix-cache"),
     *("--chunked-prefill-size", "256", "--page-size", "16", "--enable-mixed-chunk"),
 )
+DETACH = ("--eviction", "vase", "--eviction-budget", str(BUDGET), "--eviction-prefix", "detach")
 Serve = Callable[..., Server]
 
 
@@ -114,6 +115,22 @@ def test_shared_prefix_does_not_bleed(serve: Serve) -> None:
     reseeded = serve(*VASE, "--eviction-seed", "1")
     other = generate_all(reseeded.url, prompts, 230)
     assert [a["text"] for a in other] != [a["text"] for a in alone], "the comparison cannot fail"
+
+
+def test_detach_bounds_a_long_shared_prompt(serve: Serve) -> None:
+    """A 700-token prompt decodes from 320 slots; the tree keeps serving it to others, who answer as alone."""
+    server = serve(*DETACH)
+    prompts = [chat(f"{STORY}\n\n{question}") for question in QUESTIONS[:4]]
+    together = generate_all(server.url, prompts, 120)
+    for answer in together:
+        assert answer["meta_info"]["eviction"]["evictions"] >= 2
+        assert answer["meta_info"]["eviction"]["kv_tokens"] <= BUDGET + BUFFER + 1
+    alone = [generate(server.url, prompt, 120) for prompt in prompts]
+    assert all(answer["meta_info"]["cached_tokens"] > 600 for answer in alone)
+    # A whole prompt that is hit leaves no queries behind: the first round waits for B decode steps.
+    again = [generate(server.url, prompt, 120) for prompt in prompts]
+    assert [a["text"] for a in alone] == [a["text"] for a in again]
+    flush(server.url)
 
 
 def test_identical_requests_in_a_row(serve: Serve) -> None:

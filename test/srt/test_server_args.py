@@ -54,7 +54,6 @@ def test_every_registered_policy_is_a_choice(name: str) -> None:
             "--eviction-min-private must be in [65, 4096], got 64",
         ),
         (("--eviction", "vase", "--eviction-seed", "-1"), "--eviction-seed must be in"),
-        (("--eviction", "vase", "--eviction-prefix", "detach"), "--eviction-prefix detach is not available yet"),
         (("--eviction", "vase", "--eviction-config", "/nowhere.json"), "--eviction-config /nowhere.json"),
     ],
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -20,11 +21,13 @@ from hypothesis import strategies as st
 from sgl_vase_kernels import KVPool
 
 from sgl_vase import EvictionConfig, policy_class
+from sgl_vase.config import PREFIX_MODES
 from sgl_vase_srt import prefix, scheduler
 from sgl_vase_srt.scheduler import Runtime
 
 LAYERS, HEADS, DIM, POOL, ROWS, CONTEXT = 2, 2, 4, 640, 8, 512
 CONFIG = EvictionConfig(policy="random", budget=24, buffer=4, min_private=12)
+MODES = {mode: replace(CONFIG, prefix=mode) for mode in PREFIX_MODES}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,7 +48,7 @@ def kv_of(tokens: tuple[int, ...]) -> torch.Tensor:
 class World:
     """One pool, one tree, and the requests that run on them."""
 
-    def __init__(self, page: int) -> None:
+    def __init__(self, page: int, mode: str) -> None:
         from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
         from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
         from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -69,7 +72,7 @@ class World:
             )
         )
         scheduler._runtime = self.runtime = Runtime(
-            config=CONFIG,
+            config=MODES[mode],
             policy=policy_class(CONFIG.policy)(),
             pool=KVPool.from_slots(self.kv.k_buffer, self.kv.v_buffer),
             req_to_token=self.rows.req_to_token,
@@ -258,8 +261,8 @@ def _no_runtime() -> Iterator[None]:
     scheduler._runtime = None
 
 
-def play(page: int, script: list[tuple[Any, ...]]) -> World:
-    world = World(page)
+def play(page: int, mode: str, script: list[tuple[Any, ...]]) -> World:
+    world = World(page, mode)
     for action, argument in script:
         if action == "start":
             if len(world.running) < ROWS - 1:
@@ -278,19 +281,24 @@ def play(page: int, script: list[tuple[Any, ...]]) -> World:
 
 @pytest.mark.usefixtures("_no_runtime")
 @pytest.mark.parametrize("page", [1, 4])
+@pytest.mark.parametrize("mode", MODES)
 @given(script=operations())
-@settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-def test_the_tree_holds_only_what_a_fresh_prefill_would_write(page: int, script: list[tuple[Any, ...]]) -> None:
-    play(page, script)
+@settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+def test_the_tree_holds_only_what_a_fresh_prefill_would_write(
+    page: int, mode: str, script: list[tuple[Any, ...]]
+) -> None:
+    play(page, mode, script)
 
 
 @pytest.mark.usefixtures("_no_runtime")
 @pytest.mark.parametrize("page", [1, 4])
-def test_the_scripts_evict_and_hit(page: int) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_the_scripts_evict_and_hit(page: int, mode: str) -> None:
     """The property would hold idly without evictions and hits: this script has both."""
     stem = tuple(range(1, 20))
     world = play(
         page,
+        mode,
         [
             ("start", (*stem, 60)),
             ("start", (*stem, 61)),
