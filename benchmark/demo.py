@@ -32,9 +32,9 @@ def stream_chat(url: str, prompt: str, tokens: int, seed: int) -> Iterator[dict[
         "model": "demo",
         "messages": [{"role": "user", "content": prompt}],
         "max_tokens": tokens,
-        "temperature": 0.7,
+        "temperature": 0.8,
         "top_p": 0.95,
-        "frequency_penalty": 0.6,  # a model this small repeats itself otherwise, with or without eviction
+        "frequency_penalty": 0.1,  # a model this small repeats itself otherwise, with or without eviction
         "seed": seed,
         "ignore_eos": True,
         "stream": True,

@@ -1,7 +1,8 @@
 """The dispatch point: every operation of an eviction round, once for torch and once for Triton.
 
 Scores are float32 ``[layers, kv_heads, sum(candidates)]``, row ``r`` at ``rows.candidate_indptr[r]``, whatever
-the cache's dtype. Shapes, dtypes and devices are checked on the host; nothing is read back from the device.
+the cache's dtype. Every function raises ``ValueError`` naming the argument whose shape, dtype, device or value does
+not fit; all that is checked on the host, nothing is read back from a GPU.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ def _impl(device: torch.device) -> ModuleType:
 
 
 def _check_rows(pool: KVPool, rows: Rows) -> None:
+    if not len(rows):
+        raise ValueError("rows holds no request")
     if rows.slots.device != pool.device:
         raise ValueError(f"rows.slots is on {rows.slots.device}, the pool on {pool.device}")
 
@@ -69,17 +72,22 @@ def window_attention_scores(
     group: Group = "mean",
     last: int | None = None,
 ) -> torch.Tensor:
-    """Attention that the window's queries pay to each candidate (SnapKV's observation window).
+    """Attention that the window's queries pay to each candidate (SnapKV, arXiv 2404.14469).
 
-    Softmax over the candidates alone, mean over the valid queries (the newest ``last`` of them), pooling
-    of odd ``pool_width`` along the candidates with zero padding, ``group`` over the query heads of a KV head.
+    ``softmax_i(scale q.k_i)`` over the candidates alone, mean over the valid queries (the newest ``last`` of them),
+    pooling of odd ``pool_width`` along the candidates with zero padding, ``group`` over the query heads of a KV head.
+    NaN logits count as -inf, +inf as the largest float; a query whose logits are all -inf has weight 0 everywhere.
     """
     if pool_width < 1 or pool_width % 2 == 0:
         raise ValueError(f"pool_width must be odd and positive, got {pool_width}")
     if pooling not in ("avg", "max", "none") or group not in ("mean", "max"):
         raise ValueError(f"pooling must be avg, max or none and group mean or max, got {pooling!r}, {group!r}")
+    if last is not None and last < 1:
+        raise ValueError(f"last must be positive, got {last}")
     _check_rows(pool, rows)
     ring = queries.ring
+    if ring.device != pool.device:
+        raise ValueError(f"queries.ring is on {ring.device}, the pool on {pool.device}")
     if ring.dim() != 5 or ring.shape[0] != pool.layers or ring.shape[4] != pool.k[0].shape[3]:
         raise ValueError(
             f"queries.ring must be [layers={pool.layers}, slots, window, q_heads, dim={pool.k[0].shape[3]}], "
@@ -89,6 +97,8 @@ def window_attention_scores(
         raise ValueError(f"queries.ring has {ring.shape[3]} query heads, no multiple of {pool.heads} KV heads")
     if not len(queries.slot) == len(queries.end) == len(queries.valid) == len(rows):
         raise ValueError(f"queries describes {len(queries.slot)} requests, rows {len(rows)}")
+    if any(not 0 <= slot < ring.shape[1] for slot in queries.slot):
+        raise ValueError(f"queries.slot must be in [0, {ring.shape[1]}), got {queries.slot}")
     if any(not 0 <= v <= ring.shape[2] for v in queries.valid):
         raise ValueError(f"queries.valid must be in [0, window={ring.shape[2]}], got {queries.valid}")
     return _impl(pool.device).window_attention_scores(  # type: ignore[no-any-return]
@@ -97,9 +107,9 @@ def window_attention_scores(
 
 
 def projected_norms(pool: KVPool, rows: Rows, rank: int, *, fixed_round: bool = False) -> torch.Tensor:
-    """``||G^T k||^2 ||G^T v||^2`` with ``G ~ N(0, 1/rank)``, drawn for each request, layer and round.
+    """``||G^T k||^2 ||G^T v||^2`` with ``G ~ N(0, 1/rank)`` of shape ``[dim, rank]`` (VaSE-DKV, arXiv 2606.03928).
 
-    ``fixed_round`` draws ``G`` once for each request and layer (CurDKV).
+    ``G`` is drawn for each request, layer and round, or with ``fixed_round`` for each request and layer (CurDKV).
     """
     if rank < 1:
         raise ValueError(f"rank must be positive, got {rank}")

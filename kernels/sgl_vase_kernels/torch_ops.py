@@ -76,10 +76,10 @@ def _per_row(
 
 
 def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """``a @ b^T``: ``[..., m, d]``, ``[..., n, d]`` to ``[..., m, n]``, 4-D. A product's bits depend on its factors alone.
+    """``a @ b^T`` of 4-D ``[..., m, d]`` and ``[..., n, d]``; the bits of a product depend on its factors alone.
 
     MKL runs one thread a product if there are enough products, and splits a lone one, which changes its sums: hence
-    the padding. Factors are rows of ``d`` so that no product's alignment depends on its place in the batch.
+    the padding. Both factors are rows of ``d`` as its kernels for transposed ones do not depend on alignment.
     """
     x, y, m, n = *a.shape[:3], b.shape[2]
     a, b = a.reshape(x * y, m, -1), b.reshape(x * y, n, -1)
@@ -195,7 +195,7 @@ def _projection(pool: KVPool, shape: tuple[int, int], layers: range, seed: int, 
 
 
 def _directions(pool: KVPool, slots: torch.Tensor, layers: range) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normalised keys ``[layers, heads, n, dim]``, zero where not finite, and which are: bool ``[layers, heads, n]``."""
+    """Normalised keys ``[layers, heads, n, dim]``, zero where not finite, and bool ``[layers, heads, n]``: which are."""
     k = _gather(pool, pool.k, pool.k_scale, slots, layers)
     finite = torch.isfinite(k).all(-1)
     return F.normalize(k.masked_fill_(~finite.unsqueeze(-1), 0.0), dim=-1), finite

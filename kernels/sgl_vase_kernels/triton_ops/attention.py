@@ -102,8 +102,8 @@ def window_normaliser_kernel(
     largest, total = normalise(q, k_side, base, row_slots, candidates, head, factor, False, BLOCK_M, BLOCK_N)
     if tl.max(((total != total) | (largest == float("inf"))).to(tl.int32), 0) > 0:
         largest, total = normalise(q, k_side, base, row_slots, candidates, head, factor, True, BLOCK_M, BLOCK_N)
-    nothing = total == 0.0
     count = tl.load(ring.meta + request * 3 + 2).to(tl.float32)
+    nothing = (total == 0.0) | (m % ring.window >= count)
     inside = m < ring.groups * ring.window
     place = ((layer * requests + request) * heads + head).to(tl.int64) * (ring.groups * ring.window) + m
     tl.store(stats + 2 * place, tl.where(nothing, 0.0, largest), mask=inside)

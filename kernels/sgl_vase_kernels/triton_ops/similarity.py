@@ -136,6 +136,26 @@ def direction_scores_kernel(
         tl.store(out + place + index, score, mask=index < candidates)
 
 
+@triton.jit(do_not_specialize=["heads", "total"])
+def softmax_kernel(out, meta, heads, total, BLOCK: tl.constexpr):
+    """Softmax of a row's mean cosines, in place; they lie in [-1, 1] and NaN stands aside."""
+    head = tl.program_id(0)
+    request = tl.program_id(1)
+    layer = tl.program_id(2)
+    candidates = row_field(meta, request, CANDIDATES)
+    out += (layer * heads + head).to(tl.int64) * total + row_field(meta, request, SCORE_START)
+    weight = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, candidates, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        x = tl.load(out + index, mask=index < candidates, other=float("nan"))
+        weight += tl.where(x == x, tl.exp(x), 0.0)
+    weight_sum = tl.sum(weight, 0)
+    for start in range(0, candidates, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        x = tl.load(out + index, mask=index < candidates, other=0.0)
+        tl.store(out + index, tl.exp(x) / weight_sum, mask=index < candidates)
+
+
 def _direction_scores(pool: KVPool, rows: Rows, *, redundancy: bool, threshold: float | None) -> torch.Tensor:
     out = new_scores(pool, rows)
     k_side: Side = side(pool, "k")
@@ -155,6 +175,8 @@ def _direction_scores(pool: KVPool, rows: Rows, *, redundancy: bool, threshold: 
         BLOCK=block,
         num_warps=4,
     )
+    if redundancy:
+        launch(softmax_kernel, grid, out, row_metadata(rows), pool.heads, out.shape[2], BLOCK=1024, num_warps=4)
     return out
 
 
