@@ -30,7 +30,7 @@ from sgl_vase.policy import FIRST_POSITIONS
 from sgl_vase.randomness import request_key
 
 
-class InputError(Exception):
+class InputError(ValueError):
     """An argument cannot be used; the message names it."""
 
 
@@ -104,10 +104,8 @@ class Cache:
         self.length = self.carried = self.rounds = 0
         self.seconds = 0.0
         self.queries = self.state = None
-        if self.policy and self.policy.needs_queries:
-            assert config is not None
-            ring = torch.zeros(model.layers, 1, config.buffer, model.q_heads, model.dim)
-            self.queries = ring
+        if config and self.policy and self.policy.needs_queries:
+            self.queries = torch.zeros(model.layers, 1, config.buffer, model.q_heads, model.dim)
         if self.policy and self.policy.needs_state:
             self.state = torch.zeros(model.layers, model.kv_heads, capacity)
 
@@ -160,16 +158,13 @@ class Cache:
 
 @dataclass
 class Result:
-    """Means in nats over the text's predictions; ``after`` counts those that an eviction preceded."""
+    """Means in nats over all predictions of the text; ``round_ms``: one eviction round, in milliseconds."""
 
     policy: str
     budget: int | None
     rounds: int = 0
     kl: float = 0.0
     nll: float = 0.0
-    after: int = 0
-    kl_after: float = 0.0
-    nll_after: float = 0.0
     round_ms: float = 0.0
 
 
@@ -196,93 +191,91 @@ def measure(
     ids = torch.tensor(model.tokenizer.encode(text).ids[:tokens])
     if len(ids) < tokens:
         raise InputError(f"--text has {len(ids)} tokens, --tokens asks for {tokens}")
-    full = Cache(model, tokens)
-    runs = [(Result(label, budget), Cache(model, c.footprint() + buffer, c)) for (label, budget), c in configs.items()]
-    baseline = Result("full", None)
+    results = [Result("full cache", None)]
+    caches = [Cache(model, tokens)]
+    for (label, budget), config in configs.items():
+        results.append(Result(label, budget))
+        caches.append(Cache(model, config.footprint() + buffer, config))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        chunks = range(0, tokens, buffer)
-        task = progress.add_task("full", total=len(chunks) * (len(runs) + 1))
-        for start in chunks:
+        task = progress.add_task("", total=len(range(0, tokens, buffer)) * len(caches))
+        for start in range(0, tokens, buffer):
             chunk, targets = ids[start : start + buffer], ids[start + 1 : start + buffer + 1]
-            expected = F.log_softmax(model.logits(chunk, start, full), -1)[: len(targets)]
-            full.grow(len(chunk), start + len(chunk))
-            baseline.nll += F.nll_loss(expected, targets, reduction="sum").item()
-            progress.advance(task)
-            for result, cache in runs:
-                progress.update(task, description=f"{result.policy} {result.budget}")
-                evicted = cache.rounds > 0
+            expected = None
+            for result, cache in zip(results, caches, strict=True):
+                progress.update(task, description=f"{result.policy} {result.budget or ''}")
                 got = F.log_softmax(model.logits(chunk, start, cache), -1)[: len(targets)]
                 cache.grow(len(chunk), start + len(chunk))
-                kl = F.kl_div(got, expected, reduction="sum", log_target=True).item()
-                nll = F.nll_loss(got, targets, reduction="sum").item()
-                result.kl, result.nll = result.kl + kl, result.nll + nll
-                if evicted:
-                    result.after += len(targets)
-                    result.kl_after, result.nll_after = result.kl_after + kl, result.nll_after + nll
+                expected = got if expected is None else expected
+                result.kl += F.kl_div(got, expected, reduction="sum", log_target=True).item() / (tokens - 1)
+                result.nll += F.nll_loss(got, targets, reduction="sum").item() / (tokens - 1)
                 progress.advance(task)
-    for result, cache in [(baseline, full), *runs]:
-        result.kl, result.nll = result.kl / (tokens - 1), result.nll / (tokens - 1)
-        result.kl_after, result.nll_after = (
-            result.kl_after / max(1, result.after),
-            result.nll_after / max(1, result.after),
-        )
+    for result, cache in zip(results, caches, strict=True):
         result.rounds, result.round_ms = cache.rounds, 1e3 * cache.seconds / max(1, cache.rounds)
-    return [baseline, *(result for result, _ in runs)]
+    return results
 
 
-def markdown(results: list[Result], budgets: list[int]) -> str:
+BEGIN, END = "<!-- generated: python -m benchmark.fidelity -->", "<!-- end of generated -->"
+
+
+def markdown(results: list[Result], settings: dict[str, Any]) -> str:
     """One row a policy; KL and NLL at each budget."""
+    budgets = list(dict.fromkeys(r.budget for r in results if r.budget))
     cells = {(r.policy, r.budget): r for r in results}
-    head = ["policy", *(f"KL at {b}" for b in budgets), *(f"NLL at {b}" for b in budgets)]
-    full = cells["full", None]
-    lines = [head, ["---"] * len(head), ["full cache", *["0"] * len(budgets), *[f"{full.nll:.3f}"] * len(budgets)]]
+    full, head = results[0], ["policy", *(f"KL at {b}" for b in budgets), *(f"NLL at {b}" for b in budgets)]
+    lines = [head, ["---"] * len(head), [full.policy, *["0"] * len(budgets), *[f"{full.nll:.3f}"] * len(budgets)]]
     for policy in dict.fromkeys(r.policy for r in results if r.budget):
         row = [cells[policy, b] for b in budgets]
         lines.append([f"`{policy}`", *(f"{r.kl:.4f}" for r in row), *(f"{r.nll:.3f}" for r in row)])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return f"{table}\nNats a token; {', '.join(f'{name} {value}' for name, value in settings.items())}.\n"
 
 
 def show(results: list[Result], console: Console) -> None:
-    table = Table("policy", "budget", "rounds", "KL", "NLL", "KL after 1st round", "NLL after", "ms/round")
+    """Print one line a policy and budget."""
+    table = Table("policy", "budget", "rounds", "KL", "NLL", "ms a round")
     for r in results:
-        values = (f"{r.kl:.4f}", f"{r.nll:.4f}", f"{r.kl_after:.4f}", f"{r.nll_after:.4f}", f"{r.round_ms:.0f}")
-        table.add_row(r.policy, str(r.budget or "all"), str(r.rounds), *values)
+        values = (str(r.budget or "-"), str(r.rounds), f"{r.kl:.4f}", f"{r.nll:.4f}", f"{r.round_ms:.0f}")
+        table.add_row(r.policy, *values)
     console.print(table)
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Command line; returns the exit status, 2 for arguments that cannot be used."""
     parser = argparse.ArgumentParser(prog="python -m benchmark.fidelity", description=__doc__.partition("\n")[0])
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face directory of a Llama checkpoint")
     parser.add_argument("--text", type=Path, required=True, help="UTF-8 text")
-    parser.add_argument("--tokens", type=int, default=3072, help="tokens of the text to use")
-    parser.add_argument("--budgets", default="512,256", help="budgets T, comma separated")
-    parser.add_argument("--buffer", type=int, default=64, help="buffer B")
-    parser.add_argument("--policies", required=True, help="name or name:option=value, comma separated")
-    parser.add_argument("--seed", type=int, default=0, help="--eviction-seed")
-    parser.add_argument("--json", type=Path, help="write every figure here")
-    parser.add_argument("--markdown", type=Path, help="write the table of docs/policies.md here")
+    parser.add_argument("--tokens", type=int, default=3072, help="tokens of the text to use (default: %(default)s)")
+    parser.add_argument("--budgets", default="512,256", help="budgets T, comma separated (default: %(default)s)")
+    parser.add_argument("--buffer", type=int, default=64, help="buffer B (default: %(default)s)")
+    parser.add_argument("--policies", required=True, help="name or name:option=value:..., comma separated")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draws (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="file to write every figure to")
+    parser.add_argument("--docs", type=Path, help="Markdown file whose generated table is rewritten")
     args = parser.parse_args(argv)
     try:
-        budgets = [int(b) for b in args.budgets.split(",")]
         if args.tokens < 2:
             raise InputError(f"--tokens must be >= 2, got {args.tokens}")
+        if not all(b.isdecimal() for b in args.budgets.split(",")):
+            raise InputError(f"--budgets must be whole numbers, comma separated, got {args.budgets!r}")
         configs = {}
         for spec in args.policies.split(","):
             name, options = parse_policy(spec)
-            for budget in budgets:
+            for budget in map(int, args.budgets.split(",")):
                 configs[spec, budget] = EvictionConfig(name, budget, args.buffer, seed=args.seed, options=options)
-        text = args.text.read_text()
+        text = args.text.read_text(encoding="utf-8")
         results = measure(Llama(args.model), text, args.tokens, configs, args.buffer)
-    except (InputError, ValueError, OSError) as error:
+    except (ValueError, OSError) as error:
         print(f"fidelity: {error}", file=sys.stderr)
         return 2
     show(results, Console())
+    settings = {"tokens": args.tokens, "buffer": args.buffer, "seed": args.seed}
     if args.json:
-        settings = {"tokens": args.tokens, "buffer": args.buffer, "seed": args.seed}
         args.json.write_text(json.dumps({**settings, "results": [asdict(r) for r in results]}, indent=1) + "\n")
-    if args.markdown:
-        args.markdown.write_text(markdown(results, budgets))
+    if args.docs:
+        page = args.docs.read_text(encoding="utf-8")
+        before, after = page[: page.index(BEGIN)], page[page.index(END) :]
+        args.docs.write_text(f"{before}{BEGIN}\n\n{markdown(results, settings)}\n{after}", encoding="utf-8")
     return 0
 
 

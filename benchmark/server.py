@@ -18,6 +18,8 @@ from types import TracebackType
 import psutil
 import requests
 
+_GUARD = 'read _; kill -TERM "$1"; sleep 20; kill -KILL -- -"$1"'
+
 
 class ServerError(RuntimeError):
     """The server did not come up; the message ends with the last lines of its log."""
@@ -48,6 +50,7 @@ class Server:
         self.log_path = log or self._folder / "log.txt"
         self.port = 0
         self._process: subprocess.Popen[bytes] | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
@@ -80,6 +83,14 @@ class Server:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        # Waits on a pipe that closes when this process dies, however it dies.
+        self._guard = subprocess.Popen(
+            ["sh", "-c", _GUARD, "guard", str(self._process.pid)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         try:
             self._wait_until_ready(timeout, on_wait)
         except BaseException:
@@ -103,6 +114,10 @@ class Server:
                     member.kill()
             psutil.wait_procs(family, timeout=10)
             process.wait()
+        guard, self._guard = self._guard, None
+        if guard is not None:
+            guard.kill()
+            guard.communicate()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -116,7 +116,9 @@ class Rows:
             if len(getattr(self, name)) != size:
                 raise ValueError(f"{name} has {len(getattr(self, name))} entries for {size} rows")
         if self.slots.dtype != torch.int64 or self.slots.shape != (sum(self.lengths),):
-            raise ValueError(f"slots must be int64 [{sum(self.lengths)}], got {self.slots.dtype} {tuple(self.slots.shape)}")
+            raise ValueError(
+                f"slots must be int64 [{sum(self.lengths)}], got {self.slots.dtype} {tuple(self.slots.shape)}"
+            )
         if self.buffer < 0:
             raise ValueError(f"buffer must be >= 0, got {self.buffer}")
         for r in range(size):

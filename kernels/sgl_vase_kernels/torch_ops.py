@@ -195,7 +195,7 @@ def _projection(pool: KVPool, shape: tuple[int, int], layers: range, seed: int, 
 
 
 def _directions(pool: KVPool, slots: torch.Tensor, layers: range) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normalised keys ``[layers, heads, n, dim]``, zero where not finite, and bool ``[layers, heads, n]``: which are."""
+    """Normalised keys ``[layers, heads, n, dim]``, zero if not finite, and bool ``[layers, heads, n]``: which are."""
     k = _gather(pool, pool.k, pool.k_scale, slots, layers)
     finite = torch.isfinite(k).all(-1)
     return F.normalize(k.masked_fill_(~finite.unsqueeze(-1), 0.0), dim=-1), finite

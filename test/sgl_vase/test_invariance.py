@@ -71,6 +71,16 @@ def test_split_over_ranks(spec):
     assert torch.equal(single, whole[2:, 3:])
 
 
+def test_a_candidates_draw_belongs_to_its_place_in_the_whole_row():
+    """Behind a protected prefix of 15, candidate i draws what candidate 15 + i of the unprotected row draws."""
+    whole = Request(1, 80, 30, sinks=0, seed=5, round=2)
+    kept = policy_class("random")({"sinks": False}).select(build([whole], layers=1, heads=1)).flatten()
+    behind = kept[kept >= 15] - 15
+    private = replace(whole, candidates=65, keep=len(behind), first=15)
+    again = policy_class("random")({"sinks": False}).select(build([private], layers=1, heads=1)).flatten()
+    assert 15 < len(behind) < 30 and torch.equal(again, behind)
+
+
 def test_streaming_is_the_same_for_every_head():
     kept = select("streaming", build([MINE]))
     assert torch.equal(kept, kept[:1, :1].expand_as(kept))

@@ -19,11 +19,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sgl_vase_kernels import KVPool
+from sgl_vase_srt import prefix, scheduler
+from sgl_vase_srt.scheduler import Runtime
 
 from sgl_vase import EvictionConfig, policy_class
 from sgl_vase.config import PREFIX_MODES
-from sgl_vase_srt import prefix, scheduler
-from sgl_vase_srt.scheduler import Runtime
 
 LAYERS, HEADS, DIM, POOL, ROWS, CONTEXT = 2, 2, 4, 640, 8, 512
 CONFIG = EvictionConfig(policy="random", budget=24, buffer=4, min_private=12)

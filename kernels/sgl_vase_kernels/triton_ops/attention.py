@@ -66,7 +66,9 @@ def tame(logit, TAME: tl.constexpr):
 
 
 @triton.jit
-def normalise(q, k_side, base, slots, candidates, head, factor, TAME: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def normalise(
+    q, k_side, base, slots, candidates, head, factor, TAME: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
     """Largest logit (base 2) of each query and the sum of ``2 ** (logit - largest)``."""
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)

@@ -7,7 +7,15 @@ import triton
 import triton.language as tl
 
 from sgl_vase_kernels.layout import KVPool, Rows
-from sgl_vase_kernels.triton_ops.device import CANDIDATES, KEEP, KEEP_START, SLOT_START, layer_base, row_field, vector_offset
+from sgl_vase_kernels.triton_ops.device import (
+    CANDIDATES,
+    KEEP,
+    KEEP_START,
+    SLOT_START,
+    layer_base,
+    row_field,
+    vector_offset,
+)
 from sgl_vase_kernels.triton_ops.host import launch, row_metadata, side
 
 

@@ -128,8 +128,14 @@ def projected_norms(pool: KVPool, rows: Rows, rank: int, *, fixed_round: bool) -
     k_side, v_side = side(pool, "k"), side(pool, "v")
     # Three bfloat16 hold a float32 of G exactly, two float16 all but what is below 2**-25; products are exact.
     part, parts = {torch.float32: (tl.float32, 1), torch.bfloat16: (tl.bfloat16, 3)}.get(pool.dtype, (tl.float16, 2))
-    import os; W=int(os.environ.get('W','4')); ST=int(os.environ.get('ST','3'))
-    block, blocks = (int(os.environ.get('B','64')) if max(k_side.dim_pad.value, v_side.dim_pad.value) <= 128 else 32), 16
+    import os
+
+    W = int(os.environ.get("W", "4"))
+    ST = int(os.environ.get("ST", "3"))
+    block, blocks = (
+        (int(os.environ.get("B", "64")) if max(k_side.dim_pad.value, v_side.dim_pad.value) <= 128 else 32),
+        16,
+    )
     launch(
         projected_norms_kernel,
         (pool.heads * tiles(rows, block * blocks), len(rows), pool.layers),

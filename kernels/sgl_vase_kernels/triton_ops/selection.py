@@ -61,12 +61,14 @@ def selection_keys(
         positive = x > 0
         x = tl.where(positive, tl.log(tl.where(positive, x, 1.0)), 0.0) - log_exponential(word)
         level = positive.to(tl.int64)
+    rank = float_rank(x)
     if SINKS_ON:
         level = tl.where(index < sinks, 2, level)
+        rank = tl.where(index < sinks, LEVEL - 1, rank)
     if RESERVE_ON:
         reserving = reserve_keys(start, row, SINKS_LEAD, BLOCK)
         level = tl.where((reserving > bound) | ((reserving == bound) & (index <= last)), 2, level)
-    return tl.where(index < candidates, level * LEVEL + float_rank(x), -1)
+    return tl.where(index < candidates, level * LEVEL + rank, -1)
 
 
 @triton.jit

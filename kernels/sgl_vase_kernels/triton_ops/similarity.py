@@ -23,18 +23,19 @@ TINY = tl.constexpr(1e-12)
 
 
 @triton.jit
-def load_keys(k_side, base, slots, index, candidates, head):
-    """``[BLOCK, dim_pad]`` keys of the row's entries ``index``, 0 past its end."""
+def load_keys(k_side, base, slots, index, candidates, head, factor, OPERAND: tl.constexpr):
+    """``[BLOCK, dim_pad]`` keys, ``1 / max(||factor * k||, TINY) * factor``, and which are finite.
+
+    Keys that are not, and what lies past the row's end, are zero.
+    """
     valid = index < candidates
     slot = tl.load(slots + index, mask=valid, other=0)
-    return load_vectors(k_side, base, vector_offset(k_side, slot, head), valid)
-
-
-@triton.jit
-def inverse_norms(k, factor):
-    """``1 / max(||k||, TINY)`` of the keys ``factor * k``."""
+    k = load_vectors(k_side, base, vector_offset(k_side, slot, head), valid)
     x = k.to(tl.float32)
-    return factor / tl.maximum(tl.sqrt(tl.sum(x * x, 1)) * factor, TINY)
+    finite = tl.min((tl.abs(x) < float("inf")).to(tl.int32), 1) > 0
+    x = tl.where(finite[:, None], x, 0.0)
+    inverse = factor / tl.maximum(tl.sqrt(tl.sum(x * x, 1)) * factor, TINY)
+    return x.to(OPERAND), inverse, finite
 
 
 @triton.jit
@@ -57,8 +58,9 @@ def direction_sum_kernel(sums, slots, meta, heads, requests, k_side, BLOCK: tl.c
     factor = key_factor(k_side, layer)
     total = tl.zeros([BLOCK, k_side.dim_pad], tl.float32)
     for start in range(0, candidates, BLOCK):
-        k = load_keys(k_side, base, row_slots, start + tl.arange(0, BLOCK), candidates, head)
-        total += k.to(tl.float32) * inverse_norms(k, factor)[:, None]
+        index = start + tl.arange(0, BLOCK)
+        k, inverse, _ = load_keys(k_side, base, row_slots, index, candidates, head, factor, tl.float32)
+        total += k * inverse[:, None]
     place = ((layer * heads + head) * requests + request).to(tl.int64) * k_side.dim_pad
     tl.store(sums + place + tl.arange(0, k_side.dim_pad), tl.sum(total, 0))
 
@@ -74,9 +76,9 @@ def newest_similar(
     start = (candidates - 1) // BLOCK * BLOCK
     while (start >= 0) & (tl.min(found, 0) == 0):
         other = start + tl.arange(0, BLOCK)
-        k_other = load_keys(k_side, base, slots, other, candidates, head)
-        cosine = tl.dot(k.to(OPERAND), tl.trans(k_other.to(OPERAND)), input_precision="ieee")
-        cosine *= inverse[:, None] * inverse_norms(k_other, factor)[None, :]
+        k_other, inverse_other, _ = load_keys(k_side, base, slots, other, candidates, head, factor, OPERAND)
+        cosine = tl.dot(k, tl.trans(k_other), input_precision="ieee")
+        cosine *= inverse[:, None] * inverse_other[None, :]
         cosine = tl.where(index[:, None] == other[None, :], 0.0, cosine)
         similar = (cosine > threshold) & (other < candidates)[None, :]
         newest = tl.max(tl.where(similar, other[None, :], -1), 1)
@@ -115,8 +117,7 @@ def direction_scores_kernel(
         row_slots = slots + row_field(meta, request, SLOT_START)
         base = layer_base(k_side, layer)
         factor = key_factor(k_side, layer)
-        k = load_keys(k_side, base, row_slots, index, candidates, head)
-        inverse = inverse_norms(k, factor)
+        k, inverse, finite = load_keys(k_side, base, row_slots, index, candidates, head, factor, OPERAND)
         place = ((layer * heads + head) * requests + request).to(tl.int64) * k_side.dim_pad
         mean = tl.load(sums + place + tl.arange(0, k_side.dim_pad)) / candidates
         direction = k.to(tl.float32) * inverse[:, None]
@@ -133,7 +134,7 @@ def direction_scores_kernel(
             mean /= tl.maximum(tl.sqrt(tl.sum(mean * mean, 0)), TINY)
             score = tl.sum(direction * mean[None, :], 1)
         place = (layer * heads + head).to(tl.int64) * total + row_field(meta, request, SCORE_START)
-        tl.store(out + place + index, score, mask=index < candidates)
+        tl.store(out + place + index, tl.where(finite, score, float("nan")), mask=index < candidates)
 
 
 @triton.jit(do_not_specialize=["heads", "total"])
