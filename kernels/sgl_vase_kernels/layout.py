@@ -53,7 +53,8 @@ class KVPool:
                     raise ValueError(f"{name}[{i}] differs from {name}[0] in shape, stride, dtype or device")
         if self.k[0].shape[:3] != self.v[0].shape[:3] or self.k[0].dtype != self.v[0].dtype:
             raise ValueError(
-                f"k and v differ: {tuple(self.k[0].shape)} {self.k[0].dtype}, {tuple(self.v[0].shape)} {self.v[0].dtype}"
+                f"k and v differ: {tuple(self.k[0].shape)} {self.k[0].dtype}, "
+                f"{tuple(self.v[0].shape)} {self.v[0].dtype}"
             )
 
     @classmethod

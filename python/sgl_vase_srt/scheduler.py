@@ -505,8 +505,8 @@ def requeue(original: Callable[..., None], scheduler: Scheduler, req: Req, is_re
     from sglang.srt.managers.scheduler import _make_abort_req
 
     req.to_finish = FINISH_ABORT(
-        f"Retracted after {req.seqlen} tokens, more than the KV pool of {runtime().capacity} holds at once: it cannot be "
-        "prefilled again. Raise --max-total-tokens or lower --max-running-requests.",
+        f"Retracted after {req.seqlen} tokens, more than the KV pool of {runtime().capacity} holds at once: it cannot "
+        "be prefilled again. Raise --max-total-tokens or lower --max-running-requests.",
         status_code=HTTPStatus.SERVICE_UNAVAILABLE,
     )
     scheduler.send_abort_output(_make_abort_req(req, finished_reason=req.to_finish.to_json()), req)

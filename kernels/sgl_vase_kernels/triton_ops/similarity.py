@@ -1,4 +1,4 @@
-"""Cosines between keys: against their mean direction (KeyDiff) and against all others (R-KV), without an n x n matrix."""
+"""Cosines of keys with their mean direction (KeyDiff) and with all others (R-KV), without an n x n matrix."""
 
 from __future__ import annotations
 
