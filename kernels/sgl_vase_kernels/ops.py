@@ -59,7 +59,7 @@ def value_magnitude(pool: KVPool, rows: Rows, kind: Magnitude = "range") -> torc
     if kind not in MAGNITUDES:
         raise ValueError(f"kind must be one of {', '.join(MAGNITUDES)}, got {kind!r}")
     _check_rows(pool, rows)
-    return _impl(pool.device).value_magnitude(pool, rows, kind)  # type: ignore[no-any-return]
+    return _impl(pool.device).value_magnitude(pool, rows, kind)
 
 
 def window_attention_scores(
@@ -101,7 +101,7 @@ def window_attention_scores(
         raise ValueError(f"queries.slot must be in [0, {ring.shape[1]}), got {queries.slot}")
     if any(not 0 <= v <= ring.shape[2] for v in queries.valid):
         raise ValueError(f"queries.valid must be in [0, window={ring.shape[2]}], got {queries.valid}")
-    return _impl(pool.device).window_attention_scores(  # type: ignore[no-any-return]
+    return _impl(pool.device).window_attention_scores(
         pool, rows, queries, pool_width=pool_width, pooling=pooling, group=group, last=last
     )
 
@@ -114,7 +114,7 @@ def projected_norms(pool: KVPool, rows: Rows, rank: int, *, fixed_round: bool = 
     if rank < 1:
         raise ValueError(f"rank must be positive, got {rank}")
     _check_rows(pool, rows)
-    return _impl(pool.device).projected_norms(pool, rows, rank, fixed_round=fixed_round)  # type: ignore[no-any-return]
+    return _impl(pool.device).projected_norms(pool, rows, rank, fixed_round=fixed_round)
 
 
 def cosine_redundancy(pool: KVPool, rows: Rows, *, spare_newest: float | None = None) -> torch.Tensor:
@@ -124,19 +124,19 @@ def cosine_redundancy(pool: KVPool, rows: Rows, *, spare_newest: float | None = 
     that is not finite scores NaN and is the zero vector for the others.
     """
     _check_rows(pool, rows)
-    return _impl(pool.device).cosine_redundancy(pool, rows, spare_newest=spare_newest)  # type: ignore[no-any-return]
+    return _impl(pool.device).cosine_redundancy(pool, rows, spare_newest=spare_newest)
 
 
 def key_norms(pool: KVPool, rows: Rows) -> torch.Tensor:
     """L2 norm of each candidate's key."""
     _check_rows(pool, rows)
-    return _impl(pool.device).key_norms(pool, rows)  # type: ignore[no-any-return]
+    return _impl(pool.device).key_norms(pool, rows)
 
 
 def mean_direction_cosine(pool: KVPool, rows: Rows) -> torch.Tensor:
     """Cosine of each candidate's key with the mean of the normalised keys (KeyDiff)."""
     _check_rows(pool, rows)
-    return _impl(pool.device).mean_direction_cosine(pool, rows)  # type: ignore[no-any-return]
+    return _impl(pool.device).mean_direction_cosine(pool, rows)
 
 
 def select(
@@ -161,7 +161,7 @@ def select(
     _check_scores("score", score, pool, rows)
     if reserve_score is not None:
         _check_scores("reserve_score", reserve_score, pool, rows)
-    return _impl(pool.device).select(  # type: ignore[no-any-return]
+    return _impl(pool.device).select(
         pool, rows, score, race=race, sinks=sinks, reserve_score=reserve_score, sinks_lead=sinks_lead
     )
 
