@@ -19,7 +19,7 @@ import requests
 from benchmark.demo_model import DemoModelError, build
 from benchmark.server import Server, ServerError
 
-PROMPT = "Tell me a long story about a lighthouse keeper who finds a map, and explain every decision she makes."
+PROMPT = "Explain how the sea, the wind and the moon shape a coastline, step by step, with many examples."
 
 
 class DemoError(RuntimeError):
@@ -32,9 +32,9 @@ def stream_chat(url: str, prompt: str, tokens: int, seed: int) -> Iterator[dict[
         "model": "demo",
         "messages": [{"role": "user", "content": prompt}],
         "max_tokens": tokens,
-        "temperature": 0.8,
+        "temperature": 0.7,
         "top_p": 0.95,
-        "frequency_penalty": 0.1,  # a model this small repeats itself otherwise, with or without eviction
+        "presence_penalty": 1.0,  # a model this small repeats itself otherwise, with or without eviction
         "seed": seed,
         "ignore_eos": True,
         "stream": True,

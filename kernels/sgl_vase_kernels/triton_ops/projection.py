@@ -95,6 +95,7 @@ def projected_norms_kernel(
         v_base = layer_base(v_side, layer)
         for start in range(first, tl.minimum(first + BLOCK * BLOCKS, candidates), BLOCK):
             if KEEP_IN_LOOP:
+                # Always true, unknown to the compiler: it would hold all parts of G as operands, and spill.
                 g = tl.where(start >= 0, g, 0.0)
             index = start + tl.arange(0, BLOCK)
             valid = index < candidates
@@ -128,14 +129,12 @@ def projected_norms(pool: KVPool, rows: Rows, rank: int, *, fixed_round: bool) -
     k_side, v_side = side(pool, "k"), side(pool, "v")
     # Three bfloat16 hold a float32 of G exactly, two float16 all but what is below 2**-25; products are exact.
     part, parts = {torch.float32: (tl.float32, 1), torch.bfloat16: (tl.bfloat16, 3)}.get(pool.dtype, (tl.float16, 2))
-    import os
-
-    W = int(os.environ.get("W", "4"))
-    ST = int(os.environ.get("ST", "3"))
-    block, blocks = (
-        (int(os.environ.get("B", "64")) if max(k_side.dim_pad.value, v_side.dim_pad.value) <= 128 else 32),
-        16,
-    )
+    wide = max(k_side.dim_pad.value, v_side.dim_pad.value) > 128
+    before_hopper = capability(pool.device) < (9, 0)
+    block, warps = (32 if wide else 64), (8 if wide else 4)
+    if before_hopper:
+        block, warps = 2 * block, 8
+    blocks = 16
     launch(
         projected_norms_kernel,
         (pool.heads * tiles(rows, block * blocks), len(rows), pool.layers),
@@ -149,8 +148,8 @@ def projected_norms(pool: KVPool, rows: Rows, rank: int, *, fixed_round: bool) -
         OPERAND=tl.float32 if interpreting() else part,
         BLOCK=block,
         BLOCKS=blocks,
-        KEEP_IN_LOOP=capability(pool.device) < (9, 0),
-        num_warps=W,
-        num_stages=ST,
+        KEEP_IN_LOOP=before_hopper,
+        num_warps=warps,
+        num_stages=3,
     )
     return out

@@ -30,7 +30,7 @@ RACE = tl.constexpr(rng.RACE)
 LEVEL = tl.constexpr(1 << 32)
 """Keys are ``level * LEVEL + float_rank``: int64 that sort by class, then score."""
 BINS = tl.constexpr(256)
-SINGLE_BLOCK = 8192
+SINGLE_BLOCK = 4096
 """Rows up to this length hold their keys in registers."""
 CHUNK = 4096
 
@@ -222,6 +222,6 @@ def select(
         SINKS_LEAD=sinks_lead,
         SINGLE=longest <= SINGLE_BLOCK,
         BLOCK=block,
-        num_warps=4 if block <= 1024 else 8 if block <= 4096 else 16,
+        num_warps=4 if block <= 1024 else 8,
     )
     return kept
