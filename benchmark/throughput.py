@@ -238,6 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder of rows.jsonl, tables and plots")
     parser.add_argument("--scenarios", default="all", help="names, comma separated, or all")
     parser.add_argument("--policies", default="vase-dkv,vase", help="policies to run beside stock")
+    parser.add_argument("--variants", default="", help="run these variants only, comma separated; stock always runs")
     parser.add_argument("--budget", type=int, default=BUDGET)
     parser.add_argument("--long-out", type=int, default=4096, help="output tokens of the long scenarios")
     parser.add_argument("--repetitions", type=int, default=3)
@@ -249,6 +250,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = list(table) if args.scenarios == "all" else args.scenarios.split(",")
     if unknown := [name for name in names if name not in table]:
         parser.error(f"--scenarios: unknown {', '.join(unknown)}; known: {', '.join(table)}")
+    if args.variants:
+        wanted = {PRODUCTION.name, *args.variants.split(",")}
+        known = {variant.name for name in names for variant in table[name].variants}
+        if unknown := sorted(wanted - known):
+            parser.error(f"--variants: unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+        for name in names:
+            kept = tuple(variant for variant in table[name].variants if variant.name in wanted)
+            table[name] = replace(table[name], variants=kept)
     args.out.mkdir(parents=True, exist_ok=True)
     rows = args.out / "rows.jsonl"
     repetitions = 1 if args.quick else args.repetitions
@@ -264,8 +273,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         task = progress.add_task("throughput", total=steps, completed=len([d for d in done if d[0] in names]))
         for name in names:
             for scenario in _batches(table[name]):
-                wanted = {(name, v.name, r) for v in scenario.variants for r in range(repetitions)}
-                if wanted <= done:
+                turns = {(name, v.name, r) for v in scenario.variants for r in range(repetitions)}
+                if turns <= done:
                     continue
                 with servers(args.model, scenario, flags, lambda text: progress.update(task, description=text)) as up:
                     for repetition in range(repetitions):
