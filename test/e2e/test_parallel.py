@@ -12,14 +12,11 @@ from benchmark.server import Server
 from test.e2e import tiny_model
 from test.e2e.client import flush, gauge, generate_all
 from test.e2e.conftest import COMMON, STRICT
+from test.e2e.texts import prompt_ids
 
 pytestmark = pytest.mark.e2e
 
 EVICTING = ("--eviction", "vase", "--eviction-budget", "160", "--eviction-buffer", "32", "--context-length", "4096")
-
-
-def prompt_ids(seed: int, length: int) -> list[int]:
-    return [(7919 * (seed + 1) + 104729 * i) % 40000 + 100 for i in range(length)]
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 
 from benchmark.server import Server
 from test.e2e.client import GREEDY, flush, gauge, generate, generate_all, post
-from test.e2e.texts import QUESTIONS, chat
+from test.e2e.texts import QUESTIONS, chat, prompt_ids
 
 pytestmark = pytest.mark.e2e
 
@@ -22,10 +22,6 @@ SMALL = (
     "--enable-return-hidden-states",
 )
 DKV = ("--eviction", "vase-dkv", "--eviction-budget", "128", "--eviction-buffer", "32")
-
-
-def prompt_ids(seed: int, length: int) -> list[int]:
-    return [(7919 * (seed + 1) + 104729 * i) % 40000 + 100 for i in range(length)]
 
 
 def test_admission_at_the_bounded_footprint(serve: Serve) -> None:

@@ -51,3 +51,8 @@ def chat(*turns: str) -> str:
     roles = ("user", "assistant")
     said = "".join(f"<|im_start|>{roles[i % 2]}\n{turn}<|im_end|>\n" for i, turn in enumerate(turns))
     return said + "<|im_start|>assistant\n"
+
+
+def prompt_ids(seed: int, length: int) -> list[int]:
+    """A prompt of token ids that no other seed shares a prefix with."""
+    return [(7919 * (seed + 1) + 104729 * i) % 40000 + 100 for i in range(length)]
