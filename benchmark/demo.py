@@ -73,14 +73,15 @@ def summary(usage: dict[str, Any] | None, tokens: int) -> str:
 
 
 def _report_wait(seconds: float, last: list[float]) -> None:
-    if seconds - last[0] >= 5:
+    if seconds - last[0] >= 10:
         last[0] = seconds
-        print(f"  still starting, {seconds:.0f} s (SGLang imports a lot; half a minute is normal)", flush=True)
+        print(f"  still starting, {seconds:.0f} s", flush=True)
 
 
 def run(model: Path, flags: list[str], tokens: int, seed: int) -> str:
     """Serve ``model``, print the answer as it streams, return the closing line."""
     print("Starting: python -m sglang.launch_server --model-path", model, *flags, flush=True)
+    print("  SGLang imports a lot; half a minute is normal on an idle machine", flush=True)
     last = [0.0]
     with Server(model, flags).start(on_wait=lambda seconds: _report_wait(seconds, last)) as server:
         print(f"\n> {PROMPT}\n", flush=True)
