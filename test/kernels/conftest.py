@@ -1,5 +1,5 @@
-"""Interpreted tests are collected only in a process that Triton's interpreter was chosen for from the start."""
+"""Triton decides at import whether it interprets: those tests run in a process of their own."""
 
-import os
+from triton import knobs
 
-collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["interpreted"]
+collect_ignore_glob = [] if knobs.runtime.interpret else ["interpreted/*"]

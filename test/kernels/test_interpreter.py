@@ -1,20 +1,19 @@
-"""Every Triton kernel under Triton's interpreter, in a process of its own: the choice is made at import."""
-
-from __future__ import annotations
+"""The suite in ``interpreted/``: every kernel on CPU tensors, in Triton's interpreter, in a process of its own."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
-def test_kernels_under_the_interpreter() -> None:
-    folder = Path(__file__).parent / "interpreted"
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+SUITE = sorted((Path(__file__).parent / "interpreted").glob("test_*.py"))
+
+
+@pytest.mark.parametrize("path", SUITE, ids=lambda path: path.stem)
+def test_interpreted(path):
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment.pop("SGL_VASE_KERNELS", None)
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(path)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]

@@ -361,6 +361,16 @@ def test_arguments_that_do_not_fit_are_named():
             call()
 
 
+@pytest.mark.parametrize("keep", range(10))
+def test_the_order_of_selection(keep):
+    """Higher first, then earlier (0.0 equals -0.0), NaN of either sign last."""
+    values = torch.tensor([0.0, torch.nan, -torch.inf, torch.inf, -0.0, 1.0, 1.0, -1e-45, -torch.nan])
+    best = [3, 5, 6, 0, 4, 7, 2, 1, 8][:keep]
+    round = build([Request(1, 9, keep)], layers=1, heads=1)
+    kept = ops.select(round.pool, round.rows, values.view(1, 1, 9))
+    assert kept.flatten().tolist() == sorted(best)
+
+
 # --- moving ---------------------------------------------------------------------------------------------------------
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]

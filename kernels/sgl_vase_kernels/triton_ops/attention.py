@@ -20,7 +20,16 @@ from sgl_vase_kernels.triton_ops.device import (
     row_field,
     vector_offset,
 )
-from sgl_vase_kernels.triton_ops.host import dot_operand, launch, new_scores, row_metadata, side, tiles, upload
+from sgl_vase_kernels.triton_ops.host import (
+    capability,
+    dot_operand,
+    launch,
+    new_scores,
+    row_metadata,
+    side,
+    tiles,
+    upload,
+)
 
 
 class Ring(NamedTuple):
@@ -234,22 +243,25 @@ def window_attention_scores(
     constants = (*data.stride()[:4], columns, window, groups, dot_operand(pool, data.dtype))
     ring = Ring(data, meta, *(tl.constexpr(c) for c in constants))
     stats = torch.empty(pool.layers, len(rows), q_heads, window, 2, dtype=torch.float32, device=pool.device)
-    shared = (rows.slots, row_metadata(rows), pool.heads, len(rows))
+    shared = (rows.slots, row_metadata(pool, rows), pool.heads, len(rows))
     factor = queries.scale * math.log2(math.e)
     k_side = side(pool, "k")
 
+    # What the offline build showed free of spills: decoding one-byte floats and wide vectors take registers.
+    wide = k_side.dim_pad.value > 128
+    narrow = capability(pool.device)[0] == 8 and (wide or pool.dtype.itemsize == 1)
     block_m = min(128, max(16, triton.next_power_of_2(groups * window)))
     launch(
         window_normaliser_kernel,
         (pool.heads * triton.cdiv(groups * window, block_m), len(rows), pool.layers),
         *(stats, *shared, factor, ring, k_side),
         BLOCK_M=block_m,
-        BLOCK_N=64,
+        BLOCK_N=32 if narrow else 64,
         num_warps=4 if block_m <= 64 else 8,
         num_stages=3,
     )
     width = 1 if pooling == "none" else pool_width
-    block_n = max(128, triton.next_power_of_2(2 * width))
+    block_n = max(64 if wide else 128, triton.next_power_of_2(2 * width))
     step = block_n - width + 1
     launch(
         window_scores_kernel,

@@ -16,7 +16,7 @@ from sgl_vase_kernels.triton_ops.device import (
     row_field,
     vector_offset,
 )
-from sgl_vase_kernels.triton_ops.host import launch, row_metadata, side
+from sgl_vase_kernels.triton_ops.host import assert_on_device, debugging, launch, row_metadata, side, upload
 
 
 @triton.jit
@@ -109,8 +109,23 @@ def compact_kernel(
 
 
 def compact(pool: KVPool, rows: Rows, kept: torch.Tensor, *, keep_order: bool) -> None:
+    if debugging():
+        counts = upload(rows.keep, pool.device)
+        limit = upload(rows.candidates, pool.device).repeat_interleave(counts, output_size=kept.shape[2])
+        row = torch.arange(len(rows), device=pool.device).repeat_interleave(counts, output_size=kept.shape[2])
+        assert_on_device((kept >= 0) & (kept < limit), "kept: outside the row's candidates")
+        assert_on_device((kept.diff() > 0) | (row.diff() > 0), "kept: not ascending in each row")
     k_side, v_side = side(pool, "k"), side(pool, "v")
-    args = (rows.slots, row_metadata(rows), kept.contiguous(), kept.shape[2], rows.buffer, pool.heads, k_side, v_side)
+    args = (
+        rows.slots,
+        row_metadata(pool, rows),
+        kept.contiguous(),
+        kept.shape[2],
+        rows.buffer,
+        pool.heads,
+        k_side,
+        v_side,
+    )
     launch(
         compact_kernel,
         (2 * pool.heads, len(rows), pool.layers),

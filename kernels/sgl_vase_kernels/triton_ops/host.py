@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -111,7 +112,7 @@ def side(pool: KVPool, which: str) -> Side:
     )
 
 
-def row_metadata(rows: Rows) -> torch.Tensor:
+def row_metadata(pool: KVPool, rows: Rows) -> torch.Tensor:
     """The rows' host fields as int64 ``[rows, META_WIDTH]``, copied once for all operations of a round."""
     packed: torch.Tensor | None = rows.__dict__.get("_metadata")
     if packed is None:
@@ -120,9 +121,22 @@ def row_metadata(rows: Rows) -> torch.Tensor:
         seeds = [s - 2**64 if s >= 2**63 else s for s in rows.seed]
         columns = (rows.indptr, rows.candidates, rows.candidate_indptr, rows.keep, rows.keep_indptr)
         columns += (rows.reserve, rows.sinks, seeds, rows.round, rows.first)
+        if debugging():
+            assert_on_device((rows.slots >= 0) & (rows.slots < pool.slots), f"rows.slots: outside [0, {pool.slots})")
+            assert_on_device(rows.slots.sort().values.diff() > 0, "rows.slots: rows overlap")
         packed = upload(list(zip(*columns, strict=False)), rows.slots.device)
         rows.__dict__["_metadata"] = packed
     return packed
+
+
+def debugging() -> bool:
+    """``SGL_VASE_DEBUG=1``: check on the device what the host cannot know."""
+    return os.environ.get("SGL_VASE_DEBUG") == "1"
+
+
+def assert_on_device(conditions: torch.Tensor, message: str) -> None:
+    """Fail the stream, not the host, unless all ``conditions`` hold; CPU tensors raise ``RuntimeError`` here."""
+    torch._assert_async(conditions.all(), message)
 
 
 def new_scores(pool: KVPool, rows: Rows) -> torch.Tensor:

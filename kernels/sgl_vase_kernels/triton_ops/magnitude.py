@@ -55,7 +55,7 @@ def _magnitude(pool: KVPool, rows: Rows, which: str, kind: str) -> torch.Tensor:
     out = new_scores(pool, rows)
     block = 64
     grid = (pool.heads * tiles(rows, block), len(rows), pool.layers)
-    args = (out, rows.slots, row_metadata(rows), pool.heads, out.shape[2], side(pool, which))
+    args = (out, rows.slots, row_metadata(pool, rows), pool.heads, out.shape[2], side(pool, which))
     launch(magnitude_kernel, grid, *args, KIND=kind, BLOCK=block, num_warps=4)
     return out
 

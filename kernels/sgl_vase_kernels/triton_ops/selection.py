@@ -215,7 +215,7 @@ def select(
         select_kernel,
         (pool.heads, len(rows), pool.layers),
         *(kept, score.contiguous(), score if reserve_score is None else reserve_score.contiguous()),
-        *(row_metadata(rows), pool.heads, score.shape[2], kept.shape[2], pool.layer_offset, pool.head_offset),
+        *(row_metadata(pool, rows), pool.heads, score.shape[2], kept.shape[2], pool.layer_offset, pool.head_offset),
         RACE_ON=race,
         SINKS_ON=sinks,
         RESERVE_ON=reserve_score is not None,

@@ -163,7 +163,7 @@ def _direction_scores(pool: KVPool, rows: Rows, *, redundancy: bool, threshold: 
     width = k_side.dim_pad.value
     sums = torch.empty(pool.layers, pool.heads, len(rows), width, dtype=torch.float32, device=pool.device)
     block = 64 if width <= 128 else 32
-    shared = (rows.slots, row_metadata(rows), pool.heads, len(rows))
+    shared = (rows.slots, row_metadata(pool, rows), pool.heads, len(rows))
     grid = (pool.heads, len(rows), pool.layers)
     launch(direction_sum_kernel, grid, sums, *shared, k_side, BLOCK=block, num_warps=4, num_stages=3)
     launch(
@@ -177,7 +177,7 @@ def _direction_scores(pool: KVPool, rows: Rows, *, redundancy: bool, threshold: 
         num_warps=4,
     )
     if redundancy:
-        launch(softmax_kernel, grid, out, row_metadata(rows), pool.heads, out.shape[2], BLOCK=1024, num_warps=4)
+        launch(softmax_kernel, grid, out, row_metadata(pool, rows), pool.heads, out.shape[2], BLOCK=1024, num_warps=4)
     return out
 
 
