@@ -214,6 +214,7 @@ def build(case: Case, target: str) -> list[dict[str, Any]]:
 
 
 def spills(record: dict[str, Any]) -> bool:
+    """Whether the configuration spills registers."""
     return bool(record["spill_store_bytes"] or record["spill_load_bytes"])
 
 
@@ -262,6 +263,7 @@ def _targets(text: str) -> tuple[str, ...]:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Entry point of the command; the exit status is 1 if a default configuration fails."""
     parser = argparse.ArgumentParser(prog="python -m sgl_vase_kernels.build", description=__doc__.split("\n")[0])
     parser.add_argument("--targets", type=_targets, default=TARGETS, help="e.g. sm_80,sm_90,sm_100 (default)")
     parser.add_argument("--operations", type=_names(OPERATIONS), default=OPERATIONS, help="default: all")
