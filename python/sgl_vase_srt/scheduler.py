@@ -36,13 +36,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def evict_from_tree_cache(tree_cache: Any, tokens: int) -> None:
-    """Make room for ``tokens`` by SGLang's own policy, among what no request holds."""
-    from sglang.srt.mem_cache.common import evict_from_tree_cache as evict
-
-    evict(tree_cache, tokens)
-
-
 @dataclass
 class RequestState:
     """What eviction remembers of one request between its prefill and its end."""
@@ -162,6 +155,8 @@ class Runtime:
         The copy to make, from the tree's slots to the row's, or ``None`` if the pool has no room. Whoever gets
         the tree's slots next writes them in a later forward.
         """
+        from sglang.srt.mem_cache.common import evict_from_tree_cache
+
         shared = req.kv.cache_protected_len
         evict_from_tree_cache(batch.tree_cache, shared)
         slots = batch.tree_cache.token_to_kv_pool_allocator.alloc(shared)
