@@ -2,6 +2,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 DEMO_MODEL ?= models/smollm2
 ARGS ?= --eviction vase
+TEST_WORKERS ?= 2
 
 PY := $(VENV)/bin/python
 SOURCES := pyproject.toml $(shell find kernels python sgl_vase -name '*.py')
@@ -19,7 +20,7 @@ demo: $(VENV)/.installed-demo
 
 test: $(VENV)/.installed-test
 	$(PY) -m benchmark.demo_model $(DEMO_MODEL)
-	SGL_VASE_TEST_MODEL=$(abspath $(DEMO_MODEL)) $(PY) -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
+	VASE_TEST_MODEL=$(abspath $(DEMO_MODEL)) $(PY) -m pytest -m "not slow and not gpu" -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(PY) -m ruff check .

@@ -52,6 +52,9 @@ COLUMNS: dict[str, Callable[[list[Row]], str]] = {
     ),
     "peak KV tokens": lambda rows: f"{max(row['peak_kv_tokens'] for row in rows):.0f}",
     "evictions": lambda rows: f"{statistics.median(row['evictions'] for row in rows):.0f}",
+    "evicted requests": lambda rows: (
+        f"{statistics.median(row['evicted_requests'] / row['requests'] for row in rows):.0%}"
+    ),
     "in rounds, s": lambda rows: spread([row["eviction_seconds"] for row in rows], 2),
     "cached tokens": lambda rows: f"{statistics.median(row['cached_tokens'] for row in rows):.0f}",
     "retractions": lambda rows: f"{max(row['retractions'] for row in rows):.0f}",

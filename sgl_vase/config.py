@@ -12,6 +12,7 @@ from typing import Any, Literal
 from sgl_vase.registry import policy_class
 
 PREFIX_MODES = ("protect", "detach")
+PREFILL_MODES = ("off", "on")
 
 
 def _whole(flag: str, value: object, low: int, high: int | None = None) -> int:
@@ -43,6 +44,7 @@ class EvictionConfig:
     ``value_tokens``: ``N_v``, reserved by value range; ``None``: a quarter of the private budget.
     ``min_private``: ``M``, private slots beside a protected prefix however long it is;
     ``None``: ``min(T, max(T // 2, 2 B))``.
+    ``prefill``: ``on`` gives the radix tree the first ``T - M`` tokens of a prompt only, the rest is evictable.
     ``options``: switches of the policy itself, see its ``Options`` class.
     """
 
@@ -52,6 +54,7 @@ class EvictionConfig:
     value_tokens: int | None = None
     min_private: int | None = None
     prefix: Literal["protect", "detach"] = "protect"
+    prefill: Literal["off", "on"] = "off"
     seed: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -60,8 +63,9 @@ class EvictionConfig:
         object.__setattr__(self, "policy", cls.name)
         _whole("--eviction-buffer", self.buffer, 1)
         _whole("--eviction-budget", self.budget, self.buffer + 1)
-        if self.prefix not in PREFIX_MODES:
-            raise ValueError(f"--eviction-prefix must be one of {', '.join(PREFIX_MODES)}, got {self.prefix!r}")
+        for flag, value, modes in (("prefix", self.prefix, PREFIX_MODES), ("prefill", self.prefill, PREFILL_MODES)):
+            if value not in modes:
+                raise ValueError(f"--eviction-{flag} must be one of {', '.join(modes)}, got {value!r}")
         if self.value_tokens is not None:
             _whole("--eviction-value-tokens", self.value_tokens, 0, self.budget - self.buffer)
         if self.min_private is not None:
@@ -121,6 +125,13 @@ class EvictionConfig:
         if self.min_private is not None:
             return self.min_private
         return min(self.budget, max(self.budget // 2, 2 * self.buffer))
+
+    def shared(self, prompt: int) -> int:
+        """How many leading tokens of a prompt the radix tree may be given, page rounding aside.
+
+        With ``prefill`` on, no more than leave ``T_eff = T``.
+        """
+        return prompt if self.prefill == "off" else min(prompt, self.budget - self.private_floor)
 
     def target(self, protected: int) -> int:
         """``T_eff = max(T, P + M)``: entries of a row after a round."""

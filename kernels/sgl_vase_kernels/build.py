@@ -75,9 +75,8 @@ def cases(operations: tuple[str, ...], dtypes: tuple[str, ...], dims: tuple[int,
     for operation in operations:
         if operation == "select":
             for race, sinks, reserve in ((True, False, True), (False, True, False), (True, True, False)):
-                for candidates in (1024, 4096, 8192, 131_072):
-                    options = (("race", race), ("reserve", reserve), ("sinks", sinks))
-                    yield Case(operation, candidates=candidates, options=options)
+                chosen = (("race", race), ("reserve", reserve), ("sinks", sinks))
+                yield from (Case(operation, candidates=n, options=chosen) for n in (1024, 4096, 8192, 131_072))
             continue
         for dtype in dtypes:
             for dim in dims:

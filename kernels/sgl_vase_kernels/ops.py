@@ -22,10 +22,10 @@ Group = Literal["mean", "max"]
 
 
 def backend(device: torch.device) -> str:
-    """What runs on ``device``: ``triton`` on CUDA, else ``torch``; ``SGL_VASE_KERNELS`` overrides."""
-    chosen = os.environ.get("SGL_VASE_KERNELS") or ("triton" if device.type == "cuda" else "torch")
+    """What runs on ``device``: ``triton`` on CUDA, else ``torch``; ``VASE_KERNELS`` overrides."""
+    chosen = os.environ.get("VASE_KERNELS") or ("triton" if device.type == "cuda" else "torch")
     if chosen not in ("triton", "torch"):
-        raise ValueError(f"SGL_VASE_KERNELS must be triton or torch, got {chosen!r}")
+        raise ValueError(f"VASE_KERNELS must be triton or torch, got {chosen!r}")
     return chosen
 
 

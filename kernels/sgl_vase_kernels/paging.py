@@ -32,5 +32,5 @@ def page_table_slots(
         raise ValueError(f"kv_last_page_len must be {len(pages)} numbers in [1, {page_size}], got {kv_last_page_len}")
     lengths = tuple((p - 1) * page_size + n for p, n in zip(pages, kv_last_page_len, strict=True))
     slots = kv_indices[: kv_indptr[-1], None].long() * page_size + torch.arange(page_size, device=kv_indices.device)
-    rows = slots.flatten().split([p * page_size for p in pages])
+    rows = torch.split(slots.flatten(), [p * page_size for p in pages])
     return torch.cat([row[:n] for row, n in zip(rows, lengths, strict=True)]), lengths

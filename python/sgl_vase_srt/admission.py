@@ -36,8 +36,13 @@ def headroom(req: Req, tree_cache: Any) -> float:
 
 
 def running_offset(offset: float, adder: PrefillAdder, req: Req) -> float:
-    """Expected growth of a running request."""
-    return min(offset, headroom(req, adder.tree_cache))
+    """Expected growth of a running request.
+
+    One that may outgrow the pool has its whole footprint reserved: it could not come back from a retraction.
+    """
+    room = headroom(req, adder.tree_cache)
+    outgrows = len(req.origin_input_ids) + req.sampling_params.max_new_tokens >= scheduler.runtime().capacity
+    return room if outgrows and room < math.inf else min(offset, room)
 
 
 def add_request(original: Callable[..., Any], adder: PrefillAdder, req: Req, *args: Any, **kwargs: Any) -> Any:

@@ -55,12 +55,14 @@ class Counters:
             return Counter(f"sgl_vase:{name}", text, labelnames=labels.keys()).labels(**labels)
 
         self._rounds = counter("eviction_rounds", "Rows cut: eviction rounds, counted a request.")
+        self._requests = counter("evicted_requests", "Requests that were cut at least once.")
         self._tokens = counter("evicted_tokens", "KV tokens evicted.")
         self._seconds = counter("eviction_seconds", "Scheduler seconds spent in rounds.")
 
-    def planned(self, tokens: int) -> None:
-        """One row was cut by ``tokens`` entries."""
+    def planned(self, tokens: int, first: bool) -> None:
+        """One row was cut by ``tokens`` entries, for the ``first`` time or again."""
         self._rounds.inc()
+        self._requests.inc(first)
         self._tokens.inc(tokens)
 
     def executed(self, seconds: float) -> None:

@@ -23,9 +23,8 @@ def release(original: Callable[..., Any], req: Req, tree_cache: BasePrefixCache,
 
 
 def checkpoint(original: Callable[..., Any], req: Req, tree_cache: BasePrefixCache) -> Any:
-    """Publish the prompt, and what was matched beyond it, but no more. A retracted request prefills its
-    outputs too; owned by the tree, they could never be compacted again."""
-    most = max(len(req.origin_input_ids), req.kv.cache_protected_len)
+    """Publish what the tree may own and no more; the rest of the row stays the request's, to evict."""
+    most = scheduler.shareable(req)
     if req.extend_end <= most or req.skip_radix_cache_insert:
         return original(req, tree_cache)
     tree_cache.checkpoint(req, up_to=most)

@@ -205,7 +205,7 @@ class Runtime:
         self.totals.evictions += 1
         self.totals.evicted_tokens += evicted
         if self.counters is not None:
-            self.counters.planned(evicted)
+            self.counters.planned(evicted, first=state.evictions == 1)
         return evicted
 
     # --------------------------------------------------------------- execute
@@ -314,10 +314,9 @@ class Runtime:
 
     def shared_prefix(self, req: Req, tree_cache: Any) -> int:
         """Tokens of the row that the tree owns, or will once the prefill's result is processed."""
-        owned = req.kv.cache_protected_len
         if getattr(tree_cache, "disable", False) or req.skip_radix_cache_insert:
-            return owned
-        return max(owned, len(req.origin_input_ids) // self.page_size * self.page_size)
+            return req.kv.cache_protected_len
+        return max(req.kv.cache_protected_len, shareable(req) // self.page_size * self.page_size)
 
     # ------------------------------------------------------------------- end
 
@@ -366,6 +365,13 @@ def state_of(req: Req) -> RequestState:
             requests.asked(config, params.custom_params), request_key(config.seed, request_seed)
         )
     return state
+
+
+def shareable(req: Req) -> int:
+    """Tokens of the row that the tree may own: of the prompt, and what was matched beyond it. A retracted request
+    prefills its outputs too; owned by the tree, they could never be compacted again."""
+    config, prompt = state_of(req).config, len(req.origin_input_ids)
+    return max(prompt if config is None else config.shared(prompt), req.kv.cache_protected_len)
 
 
 def logical_length(req: Req) -> int:
@@ -493,7 +499,7 @@ def can_return(req: Req) -> bool:
 
 def requeue(original: Callable[..., None], scheduler: Scheduler, req: Req, is_retracted: bool = False) -> None:
     """A retracted request that no prefill can bring back ends with an error instead of blocking the queue."""
-    if not is_retracted or can_return(req):
+    if not req.is_retracted or can_return(req):  # a pause does not pass the argument
         original(scheduler, req, is_retracted=is_retracted)
         return
     from sglang.srt.managers.schedule_batch import FINISH_ABORT

@@ -11,7 +11,7 @@ from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
 from sglang.srt.server_args import ServerArgs
 
 from sgl_vase import EvictionConfig, policy_names
-from sgl_vase.config import PREFIX_MODES
+from sgl_vase.config import PREFILL_MODES, PREFIX_MODES
 
 active: EvictionConfig | None = None
 """What this process serves with; set where the server args arrive, before SGLang's plugins load."""
@@ -48,6 +48,14 @@ class VaseServerArgs(ServerArgs, dict=True):
             choices=list(PREFIX_MODES),
         ),
     ] = None
+    eviction_prefill: A[
+        str | None,
+        Arg(
+            help="off (default): a prompt joins the radix tree whole; on: only its first T - M tokens do, and the rest "
+            "of a long prompt is compacted right after its prefill.",
+            choices=list(PREFILL_MODES),
+        ),
+    ] = None
     eviction_seed: A[int | None, Arg(help="Seed of the random draws of all requests (default 0).")] = None
     eviction_config: A[
         str | None,
@@ -58,7 +66,7 @@ class VaseServerArgs(ServerArgs, dict=True):
         """The checked configuration, ``None`` when eviction is off. Raises ``ValueError`` naming the flag."""
         flags = {
             name: getattr(self, f"eviction_{name}")
-            for name in ("budget", "buffer", "value_tokens", "min_private", "prefix", "seed")
+            for name in ("budget", "buffer", "value_tokens", "min_private", "prefix", "prefill", "seed")
         }
         if self.eviction == "none":
             given = [f"--eviction-{name.replace('_', '-')}" for name, value in flags.items() if value is not None]

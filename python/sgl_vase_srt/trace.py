@@ -1,4 +1,4 @@
-"""What was kept, for those who study it: ``SGL_VASE_TRACE=DIR`` writes one JSON line a cut and rank.
+"""What was kept, for those who study it: ``VASE_TRACE=DIR`` writes one JSON line a cut and rank.
 
 A line holds the request's id, the round, the row's protected length, the global index of the rank's first
 layer and KV head, and ``kept``: ``[layers][heads][keep]`` candidate indices (0 is the row's first private
@@ -27,7 +27,7 @@ class Trace:
 
     @classmethod
     def from_environment(cls, rank: int) -> Trace | None:
-        folder = os.environ.get("SGL_VASE_TRACE")
+        folder = os.environ.get("VASE_TRACE")
         return cls(Path(folder), rank) if folder else None
 
     def write(self, rids: list[str], pool: KVPool, rows: Rows, kept: torch.Tensor) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import requests
+
+from benchmark.throughput import total
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 """No penalties: with the overlap schedule theirs depend on when a request arrives, in stock SGLang too."""
@@ -41,7 +42,6 @@ def flush(url: str) -> None:
 
 def gauge(url: str, name: str) -> float:
     """A value from ``/metrics``, summed over labels."""
-    text = requests.get(url + "/metrics", timeout=30).text
-    values = re.findall(rf"^{re.escape(name)}(?:_total)?{{[^}}]*}} (\S+)$", text, re.M)
-    assert values, f"{name} is not in /metrics"
-    return sum(map(float, values))
+    value = total(requests.get(url + "/metrics", timeout=30).text, name)
+    assert value is not None, f"{name} is not in /metrics"
+    return value

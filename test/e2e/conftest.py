@@ -10,6 +10,7 @@ import pytest
 
 from benchmark.demo_model import build
 from benchmark.server import Server
+from test.e2e import tiny_model
 
 STRICT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
@@ -25,8 +26,8 @@ COMMON = (
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2-135M-Instruct; ``SGL_VASE_TEST_MODEL`` names a built copy to reuse."""
-    if directory := os.environ.get("SGL_VASE_TEST_MODEL"):
+    """SmolLM2-135M-Instruct; ``VASE_TEST_MODEL`` names a built copy to reuse."""
+    if directory := os.environ.get("VASE_TEST_MODEL"):
         return Path(directory)
     directory = tmp_path_factory.mktemp("model") / "smollm2"
     build(directory)
@@ -34,18 +35,28 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model that decodes fast, for tests that do not look at what is said."""
+    directory = tmp_path_factory.mktemp("tiny")
+    tiny_model.build(directory, model)
+    return directory
+
+
+@pytest.fixture(scope="session")
 def serve(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
-    """``serve(*flags, **env)``: the running server of that configuration. Three stay up at most: memory is shared."""
+    """``serve(*flags, **env)``: the running server of that configuration. Two stay up: memory is shared."""
     running: dict[tuple[object, ...], Server] = {}
 
     def start(*flags: str, **env: str) -> Server:
         key = (*flags, *sorted(env.items()))
-        if key not in running:
-            while len(running) >= 3:
+        server = running.pop(key, None)
+        if server is None:
+            while len(running) >= 2:
                 running.pop(next(iter(running))).stop()
             log = tmp_path_factory.mktemp("server") / "log.txt"
-            running[key] = Server(model, [*COMMON, *flags], env={**STRICT, **env}, log=log).start()
-        return running[key]
+            server = Server(model, [*COMMON, *flags], env={**STRICT, **env}, log=log).start()
+        running[key] = server
+        return server
 
     yield start
     for server in running.values():

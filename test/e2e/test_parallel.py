@@ -40,7 +40,7 @@ def kept_sets(folder: Path) -> dict[tuple[str, int, int, int], list[int]]:
 def run(tiny: Path, folder: Path, *flags: str, **env: str) -> list[dict[str, Any]]:
     folder.mkdir()
     server = Server(
-        tiny, [*COMMON, *EVICTING, *flags], env={**STRICT, **env, "SGL_VASE_TRACE": str(folder)}, log=folder / "log.txt"
+        tiny, [*COMMON, *EVICTING, *flags], env={**STRICT, **env, "VASE_TRACE": str(folder)}, log=folder / "log.txt"
     )
     with server:
         prompts = [prompt_ids(i, length) for i, length in enumerate((5, 90, 300))]

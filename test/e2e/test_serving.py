@@ -27,6 +27,10 @@ UNSHARED = (
     *("--chunked-prefill-size", "256", "--page-size", "16", "--enable-mixed-chunk"),
 )
 DETACH = ("--eviction", "vase", "--eviction-budget", str(BUDGET), "--eviction-prefix", "detach")
+PREFILL = (
+    *("--eviction", "vase", "--eviction-budget", "256", "--eviction-prefill", "on"),
+    *("--chunked-prefill-size", "512"),
+)
 Serve = Callable[..., Server]
 
 
@@ -59,6 +63,23 @@ def test_prompts_of_every_awkward_length(serve: Serve, flags: tuple[str, ...]) -
     flush(server.url)
 
 
+@pytest.mark.parametrize("flags", [VASE, PAGED], ids=["overlap", "paged"])
+def test_resend_of_prompt_and_answer(serve: Serve, flags: tuple[str, ...]) -> None:
+    """The tree learned the prompt only; the second turn is recomputed past it, as a cold server does."""
+    server = serve(*flags)
+    flush(server.url)
+    question = "Write about the sea, the ships and the people who work there."
+    first = generate(server.url, chat(question), 400)
+    assert first["meta_info"]["eviction"]["evictions"] > 0
+    second_turn = chat(question, first["text"], "Now say it in one sentence.")
+    warm = generate(server.url, second_turn, 40)
+    assert 0 < warm["meta_info"]["cached_tokens"] <= first["meta_info"]["prompt_tokens"]
+    flush(server.url)
+    cold = generate(server.url, second_turn, 40)
+    assert cold["meta_info"]["cached_tokens"] == 0
+    assert warm["text"] == cold["text"]
+
+
 def test_kv_stays_bounded_while_1500_tokens_are_generated(serve: Serve) -> None:
     server = serve(*VASE)
     flush(server.url)
@@ -82,6 +103,52 @@ def test_kv_stays_bounded_while_1500_tokens_are_generated(serve: Serve) -> None:
     assert BUDGET - BUFFER < max(used) <= BUDGET + BUFFER + 1
     assert gauge(server.url, "sgl_vase:evicted_tokens") >= record["evicted_tokens"]
     assert "#evictions: " in server.log()
+
+
+def test_identical_requests_in_a_row(serve: Serve) -> None:
+    server = serve(*VASE)
+    first, second = (generate(server.url, chat(QUESTIONS[5]), 400) for _ in range(2))
+    assert first["text"] == second["text"]
+    assert first["meta_info"]["eviction"] == second["meta_info"]["eviction"]
+    assert first["meta_info"]["eviction"]["evictions"] > 0
+
+
+def test_abort_in_mid_generation(serve: Serve) -> None:
+    server = serve(*VASE)
+    answers: list[requests.Response] = []
+    request = threading.Thread(
+        target=lambda: answers.append(
+            post(
+                server.url,
+                "/generate",
+                text=chat(QUESTIONS[0]),
+                rid="doomed",
+                sampling_params={"max_new_tokens": 4000, "ignore_eos": True},
+            )
+        )
+    )
+    before = gauge(server.url, "sgl_vase:eviction_rounds")
+    request.start()
+    while gauge(server.url, "sgl_vase:eviction_rounds") < before + 2:
+        time.sleep(0.5)
+    post(server.url, "/abort_request", rid="doomed").raise_for_status()
+    request.join(60)
+    assert answers and answers[0].json()["meta_info"]["finish_reason"]["type"] == "abort"
+    time.sleep(2)  # idle: the strict checks run
+    flush(server.url)
+    assert generate(server.url, chat("Hello"), 5)["text"]
+
+
+def test_openai_usage_and_server_info(serve: Serve) -> None:
+    server = serve(*VASE)
+    info = requests.get(server.url + "/server_info", timeout=30).json()
+    assert (info["eviction"], info["eviction_budget"], info["eviction_buffer"]) == ("vase-attnv", BUDGET, BUFFER)
+    asked = {"model": "x", "messages": [{"role": "user", "content": "Count."}], "max_tokens": 5}
+    usage = post(server.url, "/v1/chat/completions", **asked).json()["usage"]
+    assert usage["eviction"]["policy"] == "vase-attnv"
+    assert usage["eviction"]["kv_tokens"] >= usage["prompt_tokens"] + 4
+    streamed = post(server.url, "/v1/chat/completions", **asked, stream=True, stream_options={"include_usage": True})
+    assert '"eviction":{"policy":"vase-attnv"' in streamed.text
 
 
 def test_a_budget_above_the_length_changes_nothing(serve: Serve) -> None:
@@ -133,55 +200,21 @@ def test_detach_bounds_a_long_shared_prompt(serve: Serve) -> None:
     flush(server.url)
 
 
-def test_identical_requests_in_a_row(serve: Serve) -> None:
-    server = serve(*VASE)
-    first, second = (generate(server.url, chat(QUESTIONS[5]), 400) for _ in range(2))
-    assert first["text"] == second["text"]
-    assert first["meta_info"]["eviction"] == second["meta_info"]["eviction"]
-    assert first["meta_info"]["eviction"]["evictions"] > 0
-
-
-@pytest.mark.parametrize("flags", [VASE, PAGED], ids=["overlap", "paged"])
-def test_resend_of_prompt_and_answer(serve: Serve, flags: tuple[str, ...]) -> None:
-    """The tree learned the prompt only; the second turn is recomputed past it, as a cold server does."""
-    server = serve(*flags)
+def test_a_long_prompt_is_compacted_after_its_prefill(serve: Serve) -> None:
+    """2,000 prompt tokens decode from 320 slots; the tree shares the first T - M of them, and answers repeat."""
+    server = serve(*PREFILL)
     flush(server.url)
-    question = "Write about the sea, the ships and the people who work there."
-    first = generate(server.url, chat(question), 400)
-    assert first["meta_info"]["eviction"]["evictions"] > 0
-    second_turn = chat(question, first["text"], "Now say it in one sentence.")
-    warm = generate(server.url, second_turn, 40)
-    assert 0 < warm["meta_info"]["cached_tokens"] <= first["meta_info"]["prompt_tokens"]
+    prompts = [chat(f"{STORY * 3}\n\n{question}") for question in QUESTIONS[:2]]
+    first, second, short = generate_all(server.url, [*prompts, chat("Hi")], 40)
+    again = generate(server.url, prompts[0], 40)
+    for answer in (first, second, again):
+        assert answer["meta_info"]["prompt_tokens"] > 2000
+        assert answer["meta_info"]["eviction"]["evictions"] == 1
+        assert answer["meta_info"]["eviction"]["kv_tokens"] <= 256 + 64
+    assert short["meta_info"]["eviction"]["evictions"] == 0
+    assert again["meta_info"]["cached_tokens"] == 256 - 128
+    assert again["text"] == first["text"]
     flush(server.url)
-    cold = generate(server.url, second_turn, 40)
-    assert cold["meta_info"]["cached_tokens"] == 0
-    assert warm["text"] == cold["text"]
-
-
-def test_abort_in_mid_generation(serve: Serve) -> None:
-    server = serve(*VASE)
-    answers: list[requests.Response] = []
-    request = threading.Thread(
-        target=lambda: answers.append(
-            post(
-                server.url,
-                "/generate",
-                text=chat(QUESTIONS[0]),
-                rid="doomed",
-                sampling_params={"max_new_tokens": 4000, "ignore_eos": True},
-            )
-        )
-    )
-    before = gauge(server.url, "sgl_vase:eviction_rounds")
-    request.start()
-    while gauge(server.url, "sgl_vase:eviction_rounds") < before + 2:
-        time.sleep(0.5)
-    post(server.url, "/abort_request", rid="doomed").raise_for_status()
-    request.join(60)
-    assert answers and answers[0].json()["meta_info"]["finish_reason"]["type"] == "abort"
-    time.sleep(2)  # idle: the strict checks run
-    flush(server.url)
-    assert generate(server.url, chat("Hello"), 5)["text"]
 
 
 def test_long_private_prompt(serve: Serve) -> None:
@@ -195,15 +228,3 @@ def test_long_private_prompt(serve: Serve) -> None:
         assert record["evictions"] == 1
         assert record["kv_tokens"] <= 128 + 64
     assert short["meta_info"]["eviction"]["evictions"] == 0
-
-
-def test_openai_usage_and_server_info(serve: Serve) -> None:
-    server = serve(*VASE)
-    info = requests.get(server.url + "/server_info", timeout=30).json()
-    assert (info["eviction"], info["eviction_budget"], info["eviction_buffer"]) == ("vase-attnv", BUDGET, BUFFER)
-    asked = {"model": "x", "messages": [{"role": "user", "content": "Count."}], "max_tokens": 5}
-    usage = post(server.url, "/v1/chat/completions", **asked).json()["usage"]
-    assert usage["eviction"]["policy"] == "vase-attnv"
-    assert usage["eviction"]["kv_tokens"] >= usage["prompt_tokens"] + 4
-    streamed = post(server.url, "/v1/chat/completions", **asked, stream=True, stream_options={"include_usage": True})
-    assert '"eviction":{"policy":"vase-attnv"' in streamed.text

@@ -99,8 +99,8 @@ def test_what_triton_does_not_take(monkeypatch):
 
 def test_an_unknown_backend(monkeypatch):
     pool, rows = batch(0)
-    monkeypatch.setenv("SGL_VASE_KERNELS", "cuda")
-    with pytest.raises(ValueError, match="SGL_VASE_KERNELS must be triton or torch"):
+    monkeypatch.setenv("VASE_KERNELS", "cuda")
+    with pytest.raises(ValueError, match="VASE_KERNELS must be triton or torch"):
         ops.value_magnitude(pool, rows)
 
 

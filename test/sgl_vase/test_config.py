@@ -30,6 +30,7 @@ from sgl_vase import EvictionConfig
         ({"min_private": 64}, r"--eviction-min-private must be in \[65, 4096\], got 64"),
         ({"min_private": 4097}, r"--eviction-min-private must be in \[65, 4096\], got 4097"),
         ({"prefix": "pin"}, r"--eviction-prefix must be one of protect, detach, got 'pin'"),
+        ({"prefill": True}, r"--eviction-prefill must be one of off, on, got True"),
         ({"seed": -1}, r"--eviction-seed must be in \[0, 18446744073709551615\], got -1"),
         ({"seed": 2**64}, r"--eviction-seed must be in"),
         ({"options": {"sampled": True}}, r"--eviction vase-attnv has no option sampled; known: magnitude, pool_width"),
@@ -45,6 +46,16 @@ def test_bad_values_name_the_flag_and_the_range(fields, message):
 def test_bounds_themselves_are_allowed():
     EvictionConfig(budget=65, buffer=64, value_tokens=1, min_private=65, seed=2**64 - 1)
     EvictionConfig(budget=2, buffer=1, value_tokens=0, min_private=2)
+
+
+@given(prompt=st.integers(0, 2000), budget=st.integers(66, 1000), data=st.data())
+def test_what_is_shared_of_a_long_prompt_never_raises_the_target(prompt, budget, data):
+    floor = data.draw(st.integers(65, budget))
+    config = EvictionConfig(budget=budget, min_private=floor, prefill="on")
+    shared = config.shared(prompt)
+    assert config.target(shared) == budget
+    assert shared == prompt or config.target(shared + 1) == budget + 1
+    assert dataclasses.replace(config, prefill="off").shared(prompt) == prompt
 
 
 def test_alias_becomes_the_name_and_nothing_can_be_changed():

@@ -294,12 +294,12 @@ def test_bad_options_are_named(name, options, message):
 
 def test_backend(monkeypatch):
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    monkeypatch.delenv("SGL_VASE_KERNELS", raising=False)
+    monkeypatch.delenv("VASE_KERNELS", raising=False)
     assert (ops.backend(cpu), ops.backend(cuda)) == ("torch", "triton")
-    monkeypatch.setenv("SGL_VASE_KERNELS", "torch")
+    monkeypatch.setenv("VASE_KERNELS", "torch")
     assert ops.backend(cuda) == "torch"
-    monkeypatch.setenv("SGL_VASE_KERNELS", "cuda")
-    with pytest.raises(ValueError, match=r"SGL_VASE_KERNELS must be triton or torch, got 'cuda'"):
+    monkeypatch.setenv("VASE_KERNELS", "cuda")
+    with pytest.raises(ValueError, match=r"VASE_KERNELS must be triton or torch, got 'cuda'"):
         ops.backend(cpu)
 
 
@@ -313,7 +313,7 @@ def test_the_override_is_followed(monkeypatch):
     monkeypatch.setattr(torch_ops, "key_norms", lambda pool, rows: calls.append("torch"))
     round = build(BATCH)
     for choice in ("torch", "triton"):
-        monkeypatch.setenv("SGL_VASE_KERNELS", choice)
+        monkeypatch.setenv("VASE_KERNELS", choice)
         ops.key_norms(round.pool, round.rows)
     assert calls == ["torch", "triton"]
 

@@ -130,8 +130,8 @@ def row_metadata(pool: KVPool, rows: Rows) -> torch.Tensor:
 
 
 def debugging() -> bool:
-    """``SGL_VASE_DEBUG=1``: check on the device what the host cannot know."""
-    return os.environ.get("SGL_VASE_DEBUG") == "1"
+    """``VASE_DEBUG=1``: check on the device what the host cannot know."""
+    return os.environ.get("VASE_DEBUG") == "1"
 
 
 def assert_on_device(conditions: torch.Tensor, message: str) -> None:

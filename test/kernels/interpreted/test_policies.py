@@ -20,7 +20,7 @@ CASES += [("lonely", name) for name in ("vase-attnv", "snapkv")]
 
 @pytest.mark.parametrize("shape, name", CASES)
 def test_kept_sets(monkeypatch, shape, name):
-    monkeypatch.setenv("SGL_VASE_KERNELS", "triton")
+    monkeypatch.setenv("VASE_KERNELS", "triton")
     case = build(shape)
     tally = compare(select(POLICIES[name], case.round), POLICIES[name].oracle, case)
     assert tally.swapped <= (0 if SHAPES[shape].exact else 1) and tally.undecided <= 1, tally

@@ -140,7 +140,7 @@ def test_attention_over_a_compacted_cache(layout):
 
 @pytest.mark.parametrize("fault", ["outside", "overlap", "kept outside", "kept order"])
 def test_debug_switch(monkeypatch, fault):
-    monkeypatch.setenv("SGL_VASE_DEBUG", "1")
+    monkeypatch.setenv("VASE_DEBUG", "1")
     pool, rows = batch(1)
     kept = random_kept(rows, pool, torch.Generator().manual_seed(3))
     if fault == "outside":

@@ -1,0 +1,34 @@
+"""The plumbing of the throughput benchmark, not the speed: real servers and client, rows, resumption, table, plots."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmark import throughput
+
+pytestmark = pytest.mark.e2e
+
+
+def test_a_quick_run_ends_in_tables_and_plots(model: Path, tmp_path: Path) -> None:
+    command = ["--model", str(model), "--out", str(tmp_path), "--quick", "--budget", "128", "--policies", "vase-dkv"]
+    command += ["--scenarios", "memory-bound-1/4"]
+    assert throughput.main(command) == 0
+    raw = (tmp_path / "rows.jsonl").read_text()
+    rows = {row["variant"]: row for row in map(json.loads, raw.splitlines())}
+    assert list(rows) == ["stock", "vase-dkv"]
+    for row in rows.values():
+        assert row["completed"] == row["requests"] == 4
+        assert row["total_output_tokens"] == 4 * row["tokens_out"]
+        assert row["output_throughput"] > 0 and row["peak_running"] >= 1 and row["versions"]["sglang"]
+    assert rows["stock"]["evictions"] == 0 < rows["vase-dkv"]["evictions"]
+    assert rows["vase-dkv"]["evicted_requests"] == 4
+    # The pool holds one of them whole, two of them bounded.
+    assert rows["vase-dkv"]["peak_running"] > rows["stock"]["peak_running"]
+    table = (tmp_path / "table.md").read_text()
+    assert all(f"| {name} |" in table for name in rows) and (tmp_path / "throughput-pool.png").stat().st_size > 1000
+
+    assert throughput.main(command) == 0, "a second call has nothing left to measure"
+    assert (tmp_path / "rows.jsonl").read_text() == raw
