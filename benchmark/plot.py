@@ -59,7 +59,14 @@ COLUMNS: dict[str, Callable[[list[Row]], str]] = {
     "cached tokens": lambda rows: f"{statistics.median(row['cached_tokens'] for row in rows):.0f}",
     "retractions": lambda rows: f"{max(row['retractions'] for row in rows):.0f}",
     "peak RSS GiB": lambda rows: f"{max(row['peak_rss_mib'] for row in rows) / 1024:.1f}",
+    "peak GPU GiB": lambda rows: f"{max(row['peak_gpu_mib'] for row in rows) / 1024:.1f}",
 }
+PUBLISHED = {
+    "stock": "132.9 (68.7)",
+    **{"r-kv, T 2048": "358.6 (34.3)", "vase, T 2048": "384.1 (34.3)", "vase-dkv, T 2048": "410.9 (33.9)"},
+    **{"r-kv, T 4096": "277.8 (42.4)", "vase, T 4096": "333.4 (39.6)", "vase-dkv, T 4096": "364.8 (38.9)"},
+}
+"""Output tok/s (peak GiB) of arXiv 2606.03928: its own HF code, Qwen3-14B, batch 16, 16k out, one 80 GB GPU."""
 
 
 def grouped(rows: list[Row]) -> dict[str, dict[str, list[Row]]]:
@@ -88,6 +95,8 @@ def table(rows: list[Row]) -> str:
         against_ideal = scenario == "equal-batch" and ideal
         if against_ideal:
             head.insert(2, "decode vs ideal")
+        if scenario == "paper-16k":
+            head.append("published tok/s (GiB)")
         lines += [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
         for variant, measured in variants.items():
             cells = [variant, spread(ratios(measured, variants[STOCK]), 2) if STOCK in variants else "–"]
@@ -95,6 +104,8 @@ def table(rows: list[Row]) -> str:
                 best = statistics.median(decode_rate(row) for row in ideal)
                 cells.append(spread([decode_rate(row) / best for row in measured], 2))
             cells += [column(measured) for column in COLUMNS.values()]
+            if scenario == "paper-16k":
+                cells.append(PUBLISHED.get(variant, "–"))
             lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
     return "\n".join(lines)
@@ -128,7 +139,7 @@ def plots(rows: list[Row], out: Path) -> list[str]:
         names.append("throughput-pool.png")
         _save(names[-1], out, "Throughput against the KV pool", "pool, tokens", "output tokens / s")
     for name, column, label in (("concurrency.png", 1, "running requests"), ("kv-tokens.png", 2, "KV tokens in use")):
-        scenario = "memory-bound-1/4" if column == 1 else "equal-batch"
+        scenario = "memory-bound-1/4" if column == 1 else "one-request"
         if scenario not in groups:
             continue
         for variant, measured in groups[scenario].items():

@@ -67,6 +67,10 @@ class Server:
         """Everything the server has printed so far."""
         return self.log_path.read_text(errors="replace")
 
+    def metrics(self) -> str:
+        """The Prometheus page; needs ``--enable-metrics``."""
+        return requests.get(f"{self.url}/metrics", timeout=60).text
+
     def start(self, timeout: float = 600, on_wait: Callable[[float], None] = lambda seconds: None) -> Server:
         """Start and return once the server has generated a token; ``on_wait(seconds)`` is called while it has not.
 

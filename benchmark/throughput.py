@@ -20,20 +20,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pynvml
 import requests
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmark.server import Server
 
 BUDGET = 512
-SERVERS_AT_ONCE = 4
+SERVERS_AT_ONCE = 5
 STOCK = {"SGLANG_PLUGINS": "vase_cpu"}
 """Of this project, only the CPU platform is loaded: SGLang as it is."""
 
@@ -47,8 +48,8 @@ class Variant:
     env: dict[str, str] = field(default_factory=dict)
 
 
-def evicting(policy: str, budget: int) -> Variant:
-    return Variant(policy, ("--eviction", policy, "--eviction-budget", str(budget)))
+def evicting(policy: str, budget: int, name: str = "") -> Variant:
+    return Variant(name or policy, ("--eviction", policy, "--eviction-budget", str(budget)))
 
 
 PRODUCTION = Variant("stock", env=STOCK)
@@ -59,16 +60,15 @@ OFF = Variant("eviction off")
 
 @dataclass(frozen=True)
 class Scenario:
-    """A workload: the server's pool and the client's requests."""
+    """A workload: the server's pool (``None``: what its memory holds) and the client's requests."""
 
     name: str
-    pool: int
+    pool: int | None
     client: tuple[str, ...]
     requests: int
     variants: tuple[Variant, ...]
     tokens_in: int
     tokens_out: int
-    flags: tuple[str, ...] = ()
 
 
 def random_work(requests: int, tokens_in: int, tokens_out: int, ratio: float = 1.0) -> tuple[str, ...]:
@@ -85,19 +85,23 @@ def scenarios(quick: bool, policies: Sequence[str], budget: int, long_out: int) 
     tokens_in, out = (budget // 4, 8 * budget) if quick else (128, long_out)
     found: list[Scenario] = []
 
-    def add(name: str, pool: int, n: int, tokens: tuple[int, int], variants: tuple[Variant, ...], *client: str) -> None:
+    def add(
+        name: str, pool: int | None, n: int, tokens: tuple[int, int], variants: tuple[Variant, ...], *client: str
+    ) -> None:
         work = client or random_work(n, *tokens)
         found.append(Scenario(name, pool, work, n, variants, *tokens))
 
     roomy = batch * (tokens_in + out + 64) + 1024
     add("equal-batch", roomy, batch, (tokens_in, out), (PRODUCTION, MATCHED, OFF, *ours))
+    # KV tokens over time: the flat line.
+    add("one-request", roomy, 1, (tokens_in, out), (PRODUCTION, *ours))
     # Decode of the same batch at the physical length an evicting row has: a free, perfect eviction.
     add("ideal", roomy, batch, (budget, 64), (PRODUCTION,))
     offered = batch * 2
     long = tokens_in + out // 2
     for share in (8, 4, 2, 1):
         pool = max(offered * long // share, budget + 128) + 64
-        add(f"memory-bound-1/{share}", pool, offered, (tokens_in, out // 2), (PRODUCTION, *ours))
+        add(f"memory-bound-1/{share}", pool, offered, (tokens_in, out // 2), (PRODUCTION, MATCHED, *ours))
     group = ("--gsp-num-groups", "2", "--gsp-prompts-per-group", str(batch // 2 or 1), "--gsp-system-prompt-len", "512")
     gsp_out = budget if quick else budget * 2
     add(
@@ -119,6 +123,9 @@ def scenarios(quick: bool, policies: Sequence[str], budget: int, long_out: int) 
         *random_work(batch * 2, 256, out // 2, 0.25),
         *("--request-rate", "0.5"),
     )
+    paper = [evicting(policy, t, f"{policy}, T {t}") for t in (2048, 4096, 6144) for policy in (*policies, "r-kv")]
+    for thousand in (16, 32):
+        add(f"paper-{thousand}k", None, 16, (256, thousand * 1024), (PRODUCTION, MATCHED, *paper))
     return {scenario.name: scenario for scenario in found}
 
 
@@ -133,17 +140,19 @@ class Watch:
         self._thread = threading.Thread(target=self._poll, daemon=True)
         self.samples: list[tuple[float, float, float]] = []
         self.peak_rss = 0
+        self.peak_gpu = 0
 
     def _poll(self) -> None:
         begin = time.monotonic()
         while not self._stop.wait(0.5):
             with contextlib.suppress(requests.RequestException):
-                text = requests.get(self._server.url + "/metrics", timeout=10).text
+                text = self._server.metrics()
                 running, used = (total(text, name) or 0.0 for name in self.GAUGES)
                 self.samples.append((time.monotonic() - begin, running, used))
             with contextlib.suppress(psutil.NoSuchProcess):
                 family = [psutil.Process(self._server.pid), *psutil.Process(self._server.pid).children(recursive=True)]
                 self.peak_rss = max(self.peak_rss, sum(p.memory_info().rss for p in family))
+                self.peak_gpu = max(self.peak_gpu, gpu_memory({p.pid for p in family}))
 
     def __enter__(self) -> Watch:
         self._thread.start()
@@ -152,6 +161,16 @@ class Watch:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
+
+
+def gpu_memory(pids: set[int]) -> int:
+    """Bytes that the processes hold on all GPUs, 0 without a GPU."""
+    with contextlib.suppress(pynvml.NVMLError):
+        pynvml.nvmlInit()
+        cards = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        used = [p for card in cards for p in pynvml.nvmlDeviceGetComputeRunningProcesses(card) if p.pid in pids]
+        return sum(p.usedGpuMemory or 0 for p in used)
+    return 0
 
 
 def total(text: str, name: str) -> float | None:
@@ -172,7 +191,7 @@ COUNTERS = {
 
 
 def counters(server: Server) -> dict[str, float]:
-    text = requests.get(server.url + "/metrics", timeout=30).text
+    text = server.metrics()
     return {key: total(text, name) or 0.0 for key, name in COUNTERS.items()}
 
 
@@ -205,6 +224,7 @@ def drive(server: Server, scenario: Scenario, seed: int, scratch: Path) -> dict[
         "mean_running": sum(running) / len(running) if running else 0.0,
         "peak_kv_tokens": max((sample[2] for sample in watch.samples), default=0.0),
         "peak_rss_mib": watch.peak_rss / 2**20,
+        "peak_gpu_mib": watch.peak_gpu / 2**20,
         "samples": [[round(t, 1), r, u] for t, r, u in watch.samples],
     }
 
@@ -218,26 +238,38 @@ def machine() -> dict[str, Any]:
     }
 
 
-@contextlib.contextmanager
-def servers(
-    model: Path, scenario: Scenario, flags: Sequence[str], say: Callable[[str], None]
-) -> Iterator[list[Server]]:
-    """All variants of the scenario, up together."""
-    with contextlib.ExitStack() as stack:
-        up = []
-        for variant in scenario.variants:
-            say(f"starting {variant.name}")
-            pool = ("--max-total-tokens", str(scenario.pool))
-            server = Server(model, (*flags, *pool, *scenario.flags, *variant.flags), env=variant.env)
-            up.append(stack.enter_context(server.start()))
-        yield up
+class Fleet:
+    """Servers by variant and pool; the ``SERVERS_AT_ONCE`` used last stay up."""
+
+    def __init__(self, model: Path, flags: Sequence[str], say: Callable[[str], None]) -> None:
+        self._model, self._flags, self._say = model, flags, say
+        self._up: dict[tuple[str, int | None], Server] = {}
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._up:
+            self._up.popitem()[1].stop()
+
+    def get(self, variant: Variant, pool: int | None) -> Server:
+        """The server of ``variant`` with ``pool`` tokens, started if need be."""
+        server = self._up.pop((variant.name, pool), None)
+        if server is None:
+            while len(self._up) >= SERVERS_AT_ONCE:
+                self._up.pop(next(iter(self._up))).stop()
+            self._say(f"starting {variant.name}")
+            sized = () if pool is None else ("--max-total-tokens", str(pool))
+            server = Server(self._model, (*self._flags, *sized, *variant.flags), env=variant.env).start()
+        self._up[variant.name, pool] = server
+        return server
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True, help="folder of rows.jsonl, tables and plots")
-    parser.add_argument("--scenarios", default="all", help="names, comma separated, or all")
+    parser.add_argument("--scenarios", default="all", help="names, comma separated, or all (but paper-16k, paper-32k)")
     parser.add_argument("--policies", default="vase-dkv,vase", help="policies to run beside stock")
     parser.add_argument("--variants", default="", help="run these variants only, comma separated, e.g. stock,vase")
     parser.add_argument("--budget", type=int, default=BUDGET)
@@ -248,7 +280,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     table = scenarios(args.quick, args.policies.split(","), args.budget, args.long_out)
-    names = list(table) if args.scenarios == "all" else args.scenarios.split(",")
+    on_request = ("paper-16k", "paper-32k")
+    names = [n for n in table if n not in on_request] if args.scenarios == "all" else args.scenarios.split(",")
     if unknown := [name for name in names if name not in table]:
         parser.error(f"--scenarios: unknown {', '.join(unknown)}; known: {', '.join(table)}")
     if args.variants:
@@ -270,52 +303,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = (*args.server_flags.split(), "--enable-metrics", "--decode-log-interval", "10", "--random-seed", "1")
     identity = machine()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns) as progress:
-        steps = sum(len(table[name].variants) for name in names) * repetitions
-        task = progress.add_task("throughput", total=steps, completed=len([d for d in done if d[0] in names]))
-        for name in names:
-            for scenario in _batches(table[name]):
-                turns = {(name, v.name, r) for v in scenario.variants for r in range(repetitions)}
-                if turns <= done:
-                    continue
-                with servers(args.model, scenario, flags, lambda text: progress.update(task, description=text)) as up:
-                    for repetition in range(repetitions):
-                        for variant, server in zip(scenario.variants, up, strict=True):
-                            if (name, variant.name, repetition) in done:
-                                continue
-                            progress.update(task, description=f"{name}: {variant.name}")
-                            row = {
-                                "scenario": name,
-                                "variant": variant.name,
-                                "repetition": repetition,
-                                "pool_tokens": scenario.pool,
-                                "requests": scenario.requests,
-                                "tokens_in": scenario.tokens_in,
-                                "tokens_out": scenario.tokens_out,
-                                "budget": args.budget,
-                                "flags": [*flags, *variant.flags],
-                                "client": list(scenario.client),
-                                "seed": 1,
-                                **identity,
-                                **drive(server, scenario, 1, args.out),
-                            }
-                            with rows.open("a") as file:
-                                file.write(json.dumps(row) + "\n")
-                            progress.advance(task)
+    with contextlib.ExitStack() as stack:
+        progress = stack.enter_context(Progress(*columns))
+        turns = [(table[name], r, v) for name in names for r in range(repetitions) for v in table[name].variants]
+        task = progress.add_task("throughput", total=len(turns), completed=len([d for d in done if d[0] in names]))
+        fleet = stack.enter_context(Fleet(args.model, flags, lambda text: progress.update(task, description=text)))
+        for scenario, repetition, variant in turns:
+            if (scenario.name, variant.name, repetition) in done:
+                continue
+            server = fleet.get(variant, scenario.pool)
+            progress.update(task, description=f"{scenario.name}: {variant.name}")
+            row = {
+                "scenario": scenario.name,
+                "variant": variant.name,
+                "repetition": repetition,
+                "pool_tokens": total(server.metrics(), "sglang:max_total_num_tokens"),
+                "requests": scenario.requests,
+                "tokens_in": scenario.tokens_in,
+                "tokens_out": scenario.tokens_out,
+                "budget": args.budget,
+                "flags": [*flags, *variant.flags],
+                "client": list(scenario.client),
+                "seed": 1,
+                **identity,
+                **drive(server, scenario, 1, args.out),
+            }
+            with rows.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            progress.advance(task)
     (args.out / "client.jsonl").unlink(missing_ok=True)
     from benchmark import plot
 
     return plot.main([str(args.out)])
-
-
-def _batches(scenario: Scenario) -> Iterator[Scenario]:
-    """The scenario with as many variants as may be up together; the first one, stock, takes part in each."""
-    if not scenario.variants:
-        return
-    first, *rest = scenario.variants
-    step = SERVERS_AT_ONCE - 1
-    for start in range(0, max(len(rest), 1), step):
-        yield replace(scenario, variants=(first, *rest[start : start + step]))
 
 
 if __name__ == "__main__":

@@ -244,6 +244,12 @@ def markdown(records: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def _key(record: dict[str, Any]) -> str:
+    """What a record is of: two records of one configuration have the same key."""
+    named = ("target", "operation", "dtype", "dim", "page_size", "candidates", "options")
+    return json.dumps([record[name] for name in named], sort_keys=True)
+
+
 def _names(known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
     def parse(text: str) -> tuple[str, ...]:
         names = tuple(text.split(","))
@@ -270,20 +276,27 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--dims", type=_names(tuple(map(str, DIMS))), default=tuple(map(str, DIMS)), help="default: all"
     )
-    parser.add_argument("--out", type=Path, help="write the JSON lines here instead of to standard output")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="append the JSON lines here instead of writing them to standard output; what the file holds is not rebuilt",
+    )
     parser.add_argument("--markdown", action="store_true", help="print a Markdown table to standard output instead")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default 1)")
     args = parser.parse_args(argv)
     if host.interpreting():
         parser.error("TRITON_INTERPRET is set: the interpreter does not compile; unset it")
+    records = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out and args.out.exists() else []
+    built = {_key(record) for record in records}
     chosen = [
         (case, target)
         for target in args.targets
         for case in cases(args.operations, args.dtypes, tuple(map(int, args.dims)))
+        if _key({**asdict(case), "options": dict(case.options), "target": target}) not in built
     ]
-    records: list[dict[str, Any]] = []
+    chosen.sort(key=lambda pair: not pair[0].default)
     with contextlib.ExitStack() as stack:
-        out = stack.enter_context(args.out.open("w")) if args.out else None if args.markdown else sys.stdout
+        out = stack.enter_context(args.out.open("a")) if args.out else None if args.markdown else sys.stdout
         pool = stack.enter_context(ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")))
         futures = [pool.submit(build, case, target) for case, target in chosen]
         for done, future in enumerate(as_completed(futures), 1):

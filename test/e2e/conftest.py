@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from benchmark.demo_model import build
 from benchmark.server import Server
-from test.e2e import tiny_model
 
 STRICT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
@@ -22,24 +19,6 @@ COMMON = (
     # An idle server must not spin: another one may be under test.
     *("--enable-metrics", "--decode-log-interval", "8", "--random-seed", "1", "--sleep-on-idle"),
 )
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2-135M-Instruct; ``VASE_TEST_MODEL`` names a built copy to reuse."""
-    if directory := os.environ.get("VASE_TEST_MODEL"):
-        return Path(directory)
-    directory = tmp_path_factory.mktemp("model") / "smollm2"
-    build(directory)
-    return directory
-
-
-@pytest.fixture(scope="session")
-def tiny(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model that decodes fast, for tests that do not look at what is said."""
-    directory = tmp_path_factory.mktemp("tiny")
-    tiny_model.build(directory, model)
-    return directory
 
 
 @pytest.fixture(scope="session")
