@@ -56,7 +56,8 @@ def _magnitude(pool: KVPool, rows: Rows, which: str, kind: str) -> torch.Tensor:
     block = 64
     grid = (pool.heads * tiles(rows, block), len(rows), pool.layers)
     args = (out, rows.slots, row_metadata(pool, rows), pool.heads, out.shape[2], side(pool, which))
-    launch(magnitude_kernel, grid, *args, KIND=kind, BLOCK=block, num_warps=4)
+    warps = 8 if pool.dtype.itemsize == 4 else 4
+    launch(magnitude_kernel, grid, *args, KIND=kind, BLOCK=block, num_warps=warps)
     return out
 
 

@@ -132,7 +132,9 @@ def projected_norms(pool: KVPool, rows: Rows, rank: int, *, fixed_round: bool) -
     # What the offline build showed free of spills.
     wide = max(k_side.dim_pad.value, v_side.dim_pad.value) > 128
     generation = capability(pool.device)[0]
-    block, warps, stages = (64, 8, 2) if wide else (128, 8, 3) if generation == 8 else (64, 4, 2)
+    block, warps, stages = {8: (128, 8, 3), 9: (64, 4, 2)}.get(generation, (64, 8, 2))
+    if wide:
+        block, warps, stages = 64, 8, 1 if generation >= 10 else 2
     blocks = 16
     launch(
         projected_norms_kernel,

@@ -24,7 +24,7 @@ from sgl_vase_kernels.triton_ops.device import (
     philox,
     row_field,
 )
-from sgl_vase_kernels.triton_ops.host import launch, row_metadata
+from sgl_vase_kernels.triton_ops.host import capability, launch, row_metadata
 
 RACE = tl.constexpr(rng.RACE)
 LEVEL = tl.constexpr(1 << 32)
@@ -222,6 +222,6 @@ def select(
         SINKS_LEAD=sinks_lead,
         SINGLE=longest <= SINGLE_BLOCK,
         BLOCK=block,
-        num_warps=4 if block <= 1024 else 8,
+        num_warps=4 if block <= 1024 else 16 if capability(pool.device)[0] >= 10 else 8,
     )
     return kept

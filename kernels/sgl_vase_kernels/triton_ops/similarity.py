@@ -16,7 +16,16 @@ from sgl_vase_kernels.triton_ops.device import (
     row_field,
     vector_offset,
 )
-from sgl_vase_kernels.triton_ops.host import Side, dot_operand, launch, new_scores, row_metadata, side, tiles
+from sgl_vase_kernels.triton_ops.host import (
+    Side,
+    capability,
+    dot_operand,
+    launch,
+    new_scores,
+    row_metadata,
+    side,
+    tiles,
+)
 
 TINY = tl.constexpr(1e-12)
 """Norms below this count as this, as in ``torch.nn.functional.normalize``."""
@@ -174,7 +183,7 @@ def _direction_scores(pool: KVPool, rows: Rows, *, redundancy: bool, threshold: 
         SPARE_NEWEST=threshold is not None,
         OPERAND=dot_operand(pool),
         BLOCK=block,
-        num_warps=4,
+        num_warps=8 if capability(pool.device)[0] >= 10 else 4,
     )
     if redundancy:
         launch(softmax_kernel, grid, out, row_metadata(pool, rows), pool.heads, out.shape[2], BLOCK=1024, num_warps=4)
