@@ -2,10 +2,13 @@
 
     python -m benchmark.soak --model DIR --requests 2000 --seed 1
 
-Random arrivals and lengths, shared prefixes, aborts and disconnects at random moments, forced retraction, one
-server for each mix of page size, budget and policy. A violation (a request lost, answered with the wrong
-length or beyond its bound, a slot leaked, a dead server, a sampled answer that differs from its solo run)
-makes the exit status non-zero. The last line is a JSON summary.
+Random arrivals and lengths, shared prefixes, clients that abort or hang up at random moments, flushes and pauses,
+retraction by force and by a full pool; one server for each mix of policy, page size, budget, prefix mode and
+schedule. Any model will do; a tiny one is faster and meets as many events.
+
+A violation (a request lost, answered twice, with the wrong length or beyond its bound, a slot leaked, a dead
+server, a sampled answer that differs from its solo run, a prefix that the tree serves wrongly) makes the exit
+status non-zero. The last line is a JSON summary.
 """
 
 from __future__ import annotations
@@ -16,9 +19,9 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,9 @@ STRICT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
 }
+COMMON = ("--context-length", "4096", "--max-total-tokens", "2560", "--dtype", "float32", "--random-seed", "1")
+CLOSE = 1e-3
+"""Log-probabilities of one request alone and in a batch may differ by rounding."""
 
 
 @dataclass(frozen=True)
@@ -40,50 +46,57 @@ class Mix:
 
     budget: int
     buffer: int
-    flags: tuple[str, ...]
-    env: dict[str, str]
+    flags: str
+    env: Mapping[str, str] = field(default_factory=dict)
 
 
-RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "97"}
+FORCED = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "97"}
+# Admits more than fits: the pool fills up and retracts by itself.
+OVERBOOKED = "--schedule-conservativeness 0.1"
 MIXES = (
-    Mix(128, 32, ("--eviction", "vase", "--page-size", "1", "--chunked-prefill-size", "128"), {}),
-    Mix(
-        160,
-        32,
-        ("--eviction", "vase-dkv", "--page-size", "16", "--enable-mixed-chunk", "--chunked-prefill-size", "128"),
-        RETRACTING,
-    ),
-    Mix(128, 32, ("--eviction", "random", "--page-size", "64", "--disable-overlap-schedule"), RETRACTING),
-    Mix(192, 64, ("--eviction", "snapkv", "--disable-radix-cache", "--enable-mixed-chunk"), {}),
+    Mix(128, 32, f"--eviction vase --page-size 1 --chunked-prefill-size 128 {OVERBOOKED}"),
+    Mix(160, 32, "--eviction vase-dkv --page-size 16 --chunked-prefill-size 128 --enable-mixed-chunk", FORCED),
+    Mix(128, 32, "--eviction vase --page-size 64 --eviction-prefix detach --disable-overlap-schedule", FORCED),
+    Mix(192, 64, f"--eviction snapkv --disable-radix-cache --enable-mixed-chunk {OVERBOOKED}"),
+    Mix(128, 16, f"--eviction vase-dkv --eviction-prefix detach --chunked-prefill-size 256 {OVERBOOKED}"),
+    Mix(256, 64, "--eviction h2o --page-size 16 --enable-mixed-chunk --disable-overlap-schedule"),
+    Mix(160, 32, f"--eviction vase --eviction-prefill on --page-size 16 --chunked-prefill-size 128 {OVERBOOKED}"),
 )
-COMMON = ("--context-length", "4096", "--max-total-tokens", "2560", "--dtype", "float32", "--random-seed", "1")
 
 
 @dataclass(frozen=True)
 class Job:
-    """One request: its tokens, how many to generate, and when the client loses patience, if ever."""
+    """One request, and how its client leaves before the answer, if it does."""
 
     rid: str
     tokens: tuple[int, ...]
     new_tokens: int
-    abort_after: float | None
-    disconnect: bool
+    ignore_eos: bool = True
+    """Otherwise SGLang bets on an early end and may overbook the pool."""
+    logprobs: str | None = None
+    """Of the ``answer``, or of the ``prompt`` too, which is then prefilled whole."""
+    leaves: str | None = None
+    """``abort``: by a call; ``hang up``: closes the connection; ``hang up mid-stream``."""
+    after: float = 0
+    """Seconds until then."""
 
 
 def jobs(count: int, rng: random.Random) -> list[Job]:
-    prefixes = [tuple(rng.randrange(100, 40000) for _ in range(rng.choice((70, 200, 330)))) for _ in range(4)]
+    """Random requests; six in ten start with one of four long prefixes."""
+    prefixes = [tuple(rng.randrange(100, 40000) for _ in range(length)) for length in (70, 200, 330, 330)]
     made = []
     for i in range(count):
         prefix = rng.choice(prefixes) if rng.random() < 0.6 else ()
         tail = tuple(rng.randrange(100, 40000) for _ in range(rng.randrange(1, 120)))
-        leaves = rng.random() < 0.15
         made.append(
             Job(
-                f"soak-{i}",
+                f"soak-{i:06}",  # an abort takes every id that starts with its own
                 prefix + tail,
-                rng.randrange(20, 260),
-                rng.uniform(0.2, 6.0) if leaves else None,
+                rng.randrange(500, 900) if rng.random() < 0.05 else rng.randrange(20, 260),
                 rng.random() < 0.5,
+                rng.choice((None, None, "answer", "prompt")),
+                rng.choice(("abort", "hang up", "hang up mid-stream")) if rng.random() < 0.15 else None,
+                rng.uniform(0.1, 4.0),
             )
         )
     return made
@@ -100,20 +113,37 @@ class Load:
         self.tally: Counter[str] = Counter()
         self.answers: dict[str, dict[str, Any]] = {}
 
+    def post(self, path: str, timeout: float = 900, **body: Any) -> requests.Response:
+        return requests.post(self.server.url + path, json=body, timeout=timeout)
+
     def send(self, job: Job) -> dict[str, Any] | None:
-        sampling = {"temperature": 0, "max_new_tokens": job.new_tokens, "ignore_eos": True}
+        """The answer; ``None`` if the client left before it came."""
+        sampling = {"temperature": 0, "max_new_tokens": job.new_tokens, "ignore_eos": job.ignore_eos}
         body = {"rid": job.rid, "input_ids": job.tokens, "sampling_params": sampling}
-        timeout = job.abort_after if job.disconnect and job.abort_after else 900
+        if job.logprobs:
+            body |= {"return_logprob": True, "logprob_start_len": 0 if job.logprobs == "prompt" else -1}
+        if job.leaves == "hang up mid-stream":
+            return self.stream(job, body)
         try:
-            return requests.post(self.server.url + "/generate", json=body, timeout=timeout).json()  # type: ignore[no-any-return]
+            return self.post("/generate", job.after if job.leaves == "hang up" else 900, **body).json()
         except requests.Timeout:
             return None
 
+    def stream(self, job: Job, body: dict[str, Any]) -> dict[str, Any] | None:
+        until = time.monotonic() + job.after
+        answer = None
+        with requests.post(self.server.url + "/generate", json={**body, "stream": True}, stream=True) as reply:
+            for line in reply.iter_lines():
+                if time.monotonic() > until:
+                    return None
+                if line.startswith(b"data: {"):
+                    answer = json.loads(line[6:])
+        return answer
+
     def run(self, job: Job, delay: float) -> None:
         time.sleep(delay)
-        timer = None
-        if job.abort_after is not None and not job.disconnect:
-            timer = threading.Timer(job.abort_after, self.abort, (job,))
+        timer = threading.Timer(job.after, self.post, ("/abort_request",), {"rid": job.rid})
+        if job.leaves == "abort":
             timer.start()
         try:
             answer = self.send(job)
@@ -121,15 +151,11 @@ class Load:
             self.violations.append(f"{job.rid}: no answer: {error}")
             return
         finally:
-            if timer is not None:
-                timer.cancel()
+            timer.cancel()
         if answer is None:
-            self.tally["disconnected"] += 1
+            self.tally[f"left: {job.leaves}"] += 1
         else:
             self.check(job, answer)
-
-    def abort(self, job: Job) -> None:
-        requests.post(self.server.url + "/abort_request", json={"rid": job.rid}, timeout=60)
 
     def check(self, job: Job, answer: dict[str, Any]) -> None:
         meta = answer.get("meta_info")
@@ -138,43 +164,80 @@ class Load:
             return
         self.seen[meta["id"]] += 1
         reason = meta["finish_reason"]["type"]
-        self.tally[reason] += 1
+        self.tally[f"ended: {reason}"] += 1
         if reason == "abort":
-            if job.abort_after is None:
+            if job.leaves != "abort":
                 self.violations.append(f"{job.rid}: aborted by itself: {meta['finish_reason']}")
             return
         self.answers[job.rid] = answer
+        record = meta["eviction"]
         self.tally["retracted"] += bool(meta["num_retractions"])
-        self.tally["evicted"] += bool(meta["eviction"]["evictions"])
-        if meta["completion_tokens"] != job.new_tokens:
-            self.violations.append(f"{job.rid}: {meta['completion_tokens']} of {job.new_tokens} tokens")
-        floor = max(self.mix.budget // 2, 2 * self.mix.buffer)
-        bound = max(self.mix.budget, len(job.tokens) + floor) + self.mix.buffer + 1
-        if meta["eviction"]["kv_tokens"] > bound:
-            self.violations.append(f"{job.rid}: holds {meta['eviction']['kv_tokens']} tokens, bound {bound}")
+        self.tally["evicted"] += bool(record["evictions"])
+        self.tally["evictions"] += record["evictions"]
+        ended_early = reason == "stop" and not job.ignore_eos and meta["completion_tokens"] <= job.new_tokens
+        if meta["completion_tokens"] != job.new_tokens and not ended_early:
+            self.violations.append(f"{job.rid}: {meta['completion_tokens']} of {job.new_tokens} tokens ({reason})")
+        if job.logprobs and len(meta["output_token_logprobs"]) != meta["completion_tokens"]:
+            self.violations.append(f"{job.rid}: {len(meta['output_token_logprobs'])} log-probabilities")
+        if job.logprobs == "prompt" and len(meta["input_token_logprobs"]) != len(job.tokens):
+            self.violations.append(f"{job.rid}: {len(meta['input_token_logprobs'])} log-probabilities of the prompt")
+        if record["kv_tokens"] > (bound := self.bound(job, meta)):
+            self.violations.append(f"{job.rid}: holds {record['kv_tokens']} tokens, bound {bound}")
 
-    def settle(self, sample: Sequence[Job]) -> None:
+    def bound(self, job: Job, meta: dict[str, Any]) -> int:
+        """Most tokens that the row of ``job`` has at its end."""
+        budget, buffer = self.mix.budget, self.mix.buffer
+        if meta["completion_tokens"] < 3 or (meta["num_retractions"] and not meta["eviction"]["evictions"]):
+            return len(job.tokens) + meta["completion_tokens"]  # it ended before its (rebuilt) row was due
+        private = "--disable-radix-cache" in self.mix.flags or "--eviction-prefill on" in self.mix.flags
+        floor = 0 if private else len(job.tokens) + max(budget // 2, 2 * buffer)
+        return max(budget, floor) + buffer + 1
+
+    def meddle(self, done: threading.Event, rng: random.Random) -> None:
+        """What an operator may do to a busy server: flush (refused while it is busy), pause with and without
+        retraction."""
+        while not done.wait(rng.uniform(0.5, 3)):
+            what = rng.choice(("flush", "flush", "in_place", "in_place", "in_place", "retract"))
+            if what == "flush":
+                self.tally["flushed" if self.post("/flush_cache").ok else "flush refused"] += 1
+                continue
+            self.tally[f"paused: {what}"] += 1
+            self.post("/pause_generation", mode=what)
+            time.sleep(rng.uniform(0, 0.3))
+            self.post("/continue_generation")
+
+    def settle(self, work: Sequence[Job], sample: int, rng: random.Random) -> None:
         """After the load: the pool is whole, the tree serves, sampled answers equal their solo runs."""
-        twice = [rid for rid, times in self.seen.items() if times > 1]
-        if twice:
+        if twice := [rid for rid, times in self.seen.items() if times > 1]:
             self.violations.append(f"answered twice: {twice}")
         time.sleep(3)  # the idle checks run
-        flushed = requests.post(self.server.url + "/flush_cache", timeout=60)
+        probes = [
+            Job(f"probe-{i}", (*job.tokens, 101), 8, logprobs="answer") for i, job in enumerate(rng.sample(work, 8))
+        ]
+        warm = [self.send(probe) for probe in probes]
+        flushed = self.post("/flush_cache")
         if not flushed.ok:
             self.violations.append(f"the pool is not whole: {flushed.text}")
-        for job in sample:
-            before = self.answers.get(job.rid)
-            alone = None if before is None or before["meta_info"]["num_retractions"] else self.send(job)
-            if alone is None:
-                continue
-            if alone["meta_info"]["num_retractions"]:
-                self.tally["solo run retracted"] += 1
-                continue
-            self.tally["compared"] += 1
-            if alone["text"] != before["text"]:  # type: ignore[index]
-                self.violations.append(f"{job.rid}: differs from its solo run")
+        for probe, before in zip(probes, warm, strict=True):
+            if before is not None and before["meta_info"]["cached_tokens"]:
+                self.compare("cached prefixes compared", probe, before)
+        alike = [job for job in work if job.rid in self.answers and self.repeats(self.answers[job.rid]["meta_info"])]
+        for job in rng.sample(alike, min(sample, len(alike))):
+            self.compare("solo runs compared", job, self.answers[job.rid])
         if "Traceback" in self.server.log() or "leak" in self.server.log().lower():
             self.violations.append("the server's log has a traceback or a leak")
+
+    def repeats(self, meta: dict[str, Any]) -> bool:
+        """Whether an answer follows from its request alone. When a row detaches depends on the tree and the pool."""
+        return not meta["num_retractions"] and not ("detach" in self.mix.flags and meta["eviction"]["evictions"])
+
+    def compare(self, what: str, job: Job, before: dict[str, Any]) -> None:
+        alone = self.send(replace(job, leaves=None))
+        assert alone is not None
+        self.tally[what] += 1
+        said = [[p for p, *_ in answer["meta_info"].get("output_token_logprobs", ())] for answer in (before, alone)]
+        if before["text"] != alone["text"] or any(abs(a - b) > CLOSE for a, b in zip(*said, strict=False)):
+            self.violations.append(f"{job.rid}: differs ({what})")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -182,45 +245,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--sample", type=int, default=5, help="answers to compare with a solo run, each server")
-    parser.add_argument("--mixes", type=int, default=len(MIXES), help="how many of the server mixes to run")
-    parser.add_argument("--concurrency", type=int, default=24)
-    parser.add_argument("--server-flags", default="--device cpu")
+    parser.add_argument("--sample", type=int, default=40, help="answers to compare with a solo run, each server")
+    parser.add_argument("--mixes", default=",".join(map(str, range(1, len(MIXES) + 1))), help="numbers of server mixes")
+    parser.add_argument("--concurrency", type=int, default=48)
+    parser.add_argument("--server-flags", default="--device cpu --sleep-on-idle")
     args = parser.parse_args(argv)
-    rng = random.Random(args.seed)
     tally: Counter[str] = Counter()
     violations: list[str] = []
     begin = time.monotonic()
-    mixes = MIXES[: args.mixes]
+    numbers = [int(number) for number in args.mixes.split(",")]
     with Progress() as progress:
-        for number, mix in enumerate(mixes):
-            work = jobs(args.requests // len(mixes), rng)
+        for number in numbers:
+            mix = MIXES[number - 1]
+            # A mix alone meets the load that it meets among others.
+            rng = random.Random(f"{args.seed} {number}")
+            work = jobs(args.requests // len(numbers), rng)
             sizes = ("--eviction-budget", str(mix.budget), "--eviction-buffer", str(mix.buffer))
-            task = progress.add_task(f"mix {number + 1}: {' '.join(mix.flags[:4])}", total=len(work))
-            flags = (*args.server_flags.split(), *COMMON, *sizes, *mix.flags)
+            task = progress.add_task(f"mix {number}: {mix.flags}", total=len(work))
+            flags = (*args.server_flags.split(), *COMMON, *sizes, *mix.flags.split())
             with Server(args.model, flags, env={**STRICT, **mix.env}) as server:
                 load = Load(server, mix)
+                done = threading.Event()
+                meddler = threading.Thread(target=load.meddle, args=(done, random.Random(rng.random())), daemon=True)
+                meddler.start()
                 with ThreadPoolExecutor(args.concurrency) as pool:
                     for running in [pool.submit(load.run, job, rng.expovariate(4.0)) for job in work]:
                         running.result()
                         progress.advance(task)
-                candidates = [job for job in work if job.abort_after is None]
-                load.settle(rng.sample(candidates, min(args.sample, len(candidates))))
+                done.set()
+                meddler.join()
+                load.settle(work, args.sample, rng)
             tally += load.tally
-            violations += [f"mix {number + 1}: {text}" for text in load.violations]
+            violations += [f"mix {number}: {text}" for text in load.violations]
     for text in violations:
         print(text)
-    print(
-        json.dumps(
-            {
-                "requests": args.requests,
-                "seed": args.seed,
-                "seconds": round(time.monotonic() - begin),
-                **tally,
-                "violations": len(violations),
-            }
-        )
-    )
+    summary = {"requests": args.requests, "seed": args.seed, "seconds": round(time.monotonic() - begin)}
+    print(json.dumps({**summary, **dict(sorted(tally.items())), "violations": len(violations)}))
     return bool(violations)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from benchmark.server import Server
-from test.e2e import tiny_model
 from test.e2e.client import flush, gauge, generate_all
 from test.e2e.conftest import COMMON, STRICT
 from test.e2e.texts import prompt_ids
@@ -17,13 +16,6 @@ from test.e2e.texts import prompt_ids
 pytestmark = pytest.mark.e2e
 
 EVICTING = ("--eviction", "vase", "--eviction-budget", "160", "--eviction-buffer", "32", "--context-length", "4096")
-
-
-@pytest.fixture(scope="module")
-def tiny(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("tiny")
-    tiny_model.build(out, model)
-    return out
 
 
 def kept_sets(folder: Path) -> dict[tuple[str, int, int, int], list[int]]:
@@ -50,17 +42,23 @@ def run(tiny: Path, folder: Path, *flags: str, **env: str) -> list[dict[str, Any
     return answers
 
 
-def test_two_ranks_keep_what_one_keeps(tiny: Path, tmp_path: Path) -> None:
-    one = run(tiny, tmp_path / "one")
+@pytest.fixture(scope="module")
+def alone(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
+    """The answers of one process, and the folder of what it kept."""
+    folder = tmp_path_factory.mktemp("parallel") / "one"
+    return run(tiny, folder), folder
+
+
+def test_two_ranks_keep_what_one_keeps(tiny: Path, tmp_path: Path, alone: tuple[list[dict[str, Any]], Path]) -> None:
+    one, folder = alone
     two = run(tiny, tmp_path / "two", "--tp-size", "2", SGLANG_CPU_OMP_THREADS_BIND="0|1")
     assert [a["text"] for a in one] == [a["text"] for a in two]
-    alone, split = kept_sets(tmp_path / "one"), kept_sets(tmp_path / "two")
-    assert len(alone) >= 3 * 4 * 3 * 3  # requests x heads x layers x rounds
-    assert alone == split
+    whole, split = kept_sets(folder), kept_sets(tmp_path / "two")
+    assert len(whole) >= 3 * 4 * 3 * 3  # requests x heads x layers x rounds
+    assert whole == split
 
 
-def test_data_parallel_behind_the_router(tiny: Path, tmp_path: Path) -> None:
+def test_data_parallel_behind_the_router(tiny: Path, tmp_path: Path, alone: tuple[list[dict[str, Any]], Path]) -> None:
     answers = run(tiny, tmp_path / "dp", "--dp-size", "2", SGLANG_CPU_OMP_THREADS_BIND="0|1")
     assert all(answer["meta_info"]["eviction"]["evictions"] for answer in answers)
-    one = run(tiny, tmp_path / "one")
-    assert [a["text"] for a in answers] == [a["text"] for a in one]
+    assert [a["text"] for a in answers] == [a["text"] for a in alone[0]]

@@ -14,9 +14,7 @@ pytestmark = pytest.mark.e2e
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--eviction", "vase", "--eviction-budget", "64"), "--eviction-budget must be >= 65, got 64"),
         (("--eviction", "vase", "--speculative-algorithm", "NGRAM"), "--speculative-algorithm"),
-        (("--eviction", "vase", "--enable-hierarchical-cache"), "--enable-hierarchical-cache"),
         (
             ("--eviction", "vase", "--eviction-budget", "4096", "--max-total-tokens", "1024"),
             "never evict in a KV pool of",

@@ -51,7 +51,7 @@ def test_prompts_of_every_awkward_length(serve: Serve, flags: tuple[str, ...]) -
     """Counters of unequal requests in one batch are those that the budget arithmetic predicts."""
     server = serve(*flags)
     page = 16 if flags is PAGED else 1
-    lengths = [1, 63, 64, 65, 127, 129, 300]
+    lengths = [1, 2, 63, 64, 65, 127, 129, 300]
     prompts = [[(7 * i + 11 * n) % 40000 + 100 for i in range(n)] for n in lengths]
     for n, answer in zip(lengths, generate_all(server.url, prompts, 345), strict=True):
         record = answer["meta_info"]["eviction"]

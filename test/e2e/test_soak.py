@@ -1,20 +1,76 @@
-"""The short soak: two server mixes, one of them with forced retraction."""
+"""The short soak: two server mixes, one overbooked, one with forced retraction. And what it would say about a fault."""
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmark import soak
 
-pytestmark = pytest.mark.e2e
+JOB = soak.Job("job", (1, 2, 3), 40, logprobs="prompt")
+ANSWER: dict[str, Any] = {
+    "text": "said",
+    "meta_info": {
+        "id": "job",
+        "finish_reason": {"type": "length"},
+        "completion_tokens": 40,
+        "num_retractions": 0,
+        "eviction": {"evictions": 1, "kv_tokens": 100},
+        "input_token_logprobs": [[-1.0, 5, None]] * 3,
+        "output_token_logprobs": [[-1.0, 5, None]] * 40,
+    },
+}
 
 
-def test_soak(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status = soak.main(["--model", str(model), "--requests", "70", "--seed", "3", "--mixes", "2", "--sample", "3"])
+def answer(**changes: Any) -> dict[str, Any]:
+    changed = copy.deepcopy(ANSWER)
+    changed["meta_info"].update(changes)
+    return changed
+
+
+@pytest.mark.e2e
+def test_soak(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status = soak.main(["--model", str(tiny), "--requests", "100", "--seed", "3", "--mixes", "1,2", "--sample", "15"])
     said = capsys.readouterr().out.splitlines()
     summary = json.loads(said[-1])
     assert status == 0 and summary["violations"] == 0, said
-    assert summary["evicted"] > 10 and summary["retracted"] > 0 and summary["compared"] >= 3, summary
+    assert summary["evicted"] > 30 and summary["retracted"] > 5, summary
+    assert summary["solo runs compared"] >= 5 and summary["cached prefixes compared"] >= 2, summary
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"error": "no meta_info"},
+        answer(finish_reason={"type": "abort"}),
+        answer(completion_tokens=39, output_token_logprobs=[[-1.0, 5, None]] * 39),
+        answer(eviction={"evictions": 1, "kv_tokens": 162}),
+        answer(input_token_logprobs=[]),
+        answer(output_token_logprobs=[]),
+    ],
+)
+def test_a_faulty_answer_is_a_violation(fault: dict[str, Any]) -> None:
+    load = soak.Load(None, soak.MIXES[0])  # type: ignore[arg-type]
+    load.check(JOB, ANSWER)
+    assert load.violations == []
+    load.check(JOB, fault)
+    assert len(load.violations) == 1
+
+
+@pytest.mark.parametrize(
+    "alone",
+    [{**ANSWER, "text": "other"}, answer(output_token_logprobs=[[-1.1, 5, None]] * 40)],
+    ids=["text", "numbers"],
+)
+def test_another_solo_run_is_a_violation(alone: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    load = soak.Load(None, soak.MIXES[0])  # type: ignore[arg-type]
+    replies = iter([ANSWER, alone])
+    monkeypatch.setattr(load, "send", lambda job: next(replies))
+    load.compare("compared", JOB, ANSWER)
+    assert load.violations == []
+    load.compare("compared", JOB, ANSWER)
+    assert len(load.violations) == 1

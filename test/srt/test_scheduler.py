@@ -1,0 +1,99 @@
+"""Planning and requeueing without a server: what depends on numbers only."""
+
+from __future__ import annotations
+
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sgl_vase_kernels import KVPool
+from sgl_vase_srt import scheduler
+from sgl_vase_srt.scheduler import Runtime
+
+from sgl_vase import EvictionConfig, policy_class
+
+CONFIG = EvictionConfig(policy="random", budget=12, buffer=4, min_private=8)
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    """Rows of 16 slots, the first two of which are the tree's, in a pool that remembers where KV came from."""
+    slots = torch.arange(64 * 16, dtype=torch.float32).reshape(-1, 1, 1)
+    current = Runtime(
+        config=CONFIG,
+        policy=policy_class(CONFIG.policy)(),
+        pool=KVPool.from_slots([slots.clone()], [slots.clone()]),
+        req_to_token=torch.arange(64 * 16, dtype=torch.int32).reshape(64, 16),
+        page_size=1,
+        capacity=64 * 16,
+        scale=1.0,
+        ring=None,
+        state=None,
+    )
+    monkeypatch.setattr(scheduler, "_runtime", current)
+    return current
+
+
+def request(rid: str, row: int = 0, length: int = 0, prompt: int = 2) -> Any:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    req = Req(rid, "", array("q", range(prompt)), SamplingParams(max_new_tokens=100, temperature=1.0))
+    req.kv.req_pool_idx = row
+    req.kv.kv_allocated_len = req.kv.kv_committed_len = length
+    req.kv.cache_protected_len = 2
+    req.decode_batch_idx = 5
+    return req
+
+
+def test_sixty_four_rows_due_at_the_same_step(runtime: Runtime) -> None:
+    """All are cut at once, each to its own survivors; nobody's length or position goes below what it holds."""
+    reqs = [request(f"r{i}", i, 16) for i in range(64)]
+    freed: list[tuple[int, int]] = []
+    tree = SimpleNamespace(free_kv_row=lambda kv, spans: freed.extend((kv.req_pool_idx, *span) for span in spans))
+    lens = torch.full((64,), 16)
+    batch: Any = SimpleNamespace(
+        reqs=reqs, seq_lens=lens, seq_lens_cpu=lens.clone(), seq_lens_sum=None, tree_cache=tree
+    )
+    runtime.plan(batch)
+    assert batch.seq_lens.tolist() == batch.seq_lens_cpu.tolist() == [12] * 64
+    assert freed == [(i, 12, 16) for i in range(64)]
+    assert [scheduler.logical_length(req) for req in reqs] == [16] * 64
+    runtime.execute()
+    chosen = set()
+    for i in range(64):
+        held = (runtime.pool.k[0][16 * i : 16 * i + 12].flatten() - 16 * i).tolist()
+        assert held[:2] == [0, 1] and held[8:] == [12, 13, 14, 15]
+        assert len({*held}) == 12 and all(0 <= slot < 16 for slot in held)
+        chosen.add(tuple(held))
+    assert len(chosen) > 32, "the draws are each request's own"
+
+
+@pytest.mark.parametrize("announced", [True, False], ids=["decode", "pause"])
+@pytest.mark.parametrize(("outputs", "returns"), [(0, True), (1000, True), (1021, False)])
+def test_who_cannot_come_back_ends_with_an_error(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, announced: bool, outputs: int, returns: bool
+) -> None:
+    """Retracted by a full pool or by /pause_generation, which does not say so."""
+    from sglang.srt.managers import scheduler as sglang_scheduler
+
+    monkeypatch.setattr(sglang_scheduler, "_make_abort_req", lambda req, finished_reason: finished_reason)
+    req = request("r")
+    req.output_ids.extend(range(outputs))
+    req.is_retracted = True
+    queued: list[Any] = []
+    ended: list[Any] = []
+    host: Any = SimpleNamespace(send_abort_output=lambda reason, req: ended.append(reason))
+    scheduler.requeue(lambda _, req, is_retracted: queued.append(req), host, req, is_retracted=announced)
+    assert bool(queued) == returns and bool(ended) != returns
+    if ended:
+        assert ended[0]["status_code"] == 503 and "--max-total-tokens" in ended[0]["message"]
+
+
+def test_a_new_request_is_not_a_retracted_one(runtime: Runtime) -> None:
+    """Its prompt may not fit either: that is for SGLang to say."""
+    queued: list[Any] = []
+    scheduler.requeue(lambda _, req, is_retracted: queued.append(req), SimpleNamespace(), request("r", prompt=2000))  # type: ignore[arg-type]
+    assert queued
