@@ -258,7 +258,7 @@ def window_attention_scores(
         BLOCK_M=block_m,
         BLOCK_N=32 if narrow else 64,
         num_warps=4 if block_m <= 64 else 8,
-        num_stages=3,
+        num_stages=2 if narrow and wide else 3,
     )
     width = 1 if pooling == "none" else pool_width
     block_n = max(64 if wide else 128, triton.next_power_of_2(2 * width))
