@@ -69,6 +69,14 @@ PUBLISHED = {
 """Output tok/s (peak GiB) of arXiv 2606.03928: its own HF code, Qwen3-14B, batch 16, 16k out, one 80 GB GPU."""
 
 
+def _cell(column: Callable[[list[Row]], str], rows: list[Row]) -> str:
+    """A dash for rows that were measured before the column existed."""
+    try:
+        return column(rows)
+    except KeyError:
+        return "–"
+
+
 def grouped(rows: list[Row]) -> dict[str, dict[str, list[Row]]]:
     found: dict[str, dict[str, list[Row]]] = {}
     for row in rows:
@@ -103,7 +111,7 @@ def table(rows: list[Row]) -> str:
             if against_ideal:
                 best = statistics.median(decode_rate(row) for row in ideal)
                 cells.append(spread([decode_rate(row) / best for row in measured], 2))
-            cells += [column(measured) for column in COLUMNS.values()]
+            cells += [_cell(column, measured) for column in COLUMNS.values()]
             if scenario == "paper-16k":
                 cells.append(PUBLISHED.get(variant, "–"))
             lines.append(f"| {' | '.join(cells)} |")
