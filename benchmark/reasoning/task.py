@@ -137,20 +137,3 @@ def first_error(problem: Problem, text: str) -> Kind | None:
                 return "format"
             return kinds()[index % STEP] if index < steps else "lookup"
     return None if len(found) == len(expected) else "format"
-
-
-def recalls(problem: Problem, text: str) -> tuple[int, int]:
-    """How many look-ups ``text`` made, answer included, and how many of them gave the value that ``text`` itself holds.
-
-    Unlike ``grade`` this does not punish a wrong value again in what is computed from it. A look-up is a digit after
-    the name of a variable that is known by then; a step's last pair makes its variable known.
-    """
-    words = problem.prompt.split()[1 : 1 + 2 * INPUTS]
-    known = dict(zip(words[::2], words[1::2], strict=True))
-    made = right = 0
-    found = text.split()
-    for name, value in zip(found, found[1:], strict=False):
-        if name in VARIABLES and value in DIGITS:
-            made += name in known
-            right += known.setdefault(name, value) == value and name in known
-    return made, right

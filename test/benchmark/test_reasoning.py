@@ -86,6 +86,15 @@ def test_grading_accepts_only_the_right_answer() -> None:
         assert not task.grade(problem, " ".join(words[:-2]))
 
 
+def test_parts_of_an_answer_count() -> None:
+    problem = task.problems("test", 1, 5, 10)[0]
+    assert task.values_right(problem, problem.chain) == 1
+    words = problem.chain.split()
+    words[-2] = str((int(words[-2]) + 1) % 10)  # the last value; <eos> follows
+    assert task.values_right(problem, " ".join(words)) == 0.75
+    assert task.values_right(problem, "") == 0
+
+
 def test_first_error_names_the_kind_of_token() -> None:
     problem = task.problems("test", 1, 5, 10)[0]
     words = problem.chain.split()
