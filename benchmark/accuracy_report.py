@@ -140,14 +140,15 @@ def table(task: str, label: str, prefix: str, chosen: dict[Key, list[Row]]) -> l
         "evicted, %",
     ]
     published = task in PUBLISHED and label in PUBLISHED_AT
-    in_parts = finest(full) == "partial"
-    if in_parts:
+    if in_parts := finest(full) == "partial":
         head.insert(4, "parts right, %")
     if published:
         head.insert(4, "published")
     lines = [_line(head), "|" + "---|" * len(head)]
     variants = {key: found for key, found in chosen.items() if key == FULL or key[1:] == (prefix, label)}
-    for key, found in variants.items():
+    field = finest(full)
+    best_first = sorted(variants.items(), key=lambda pair: (pair[0] != FULL, -pass_at_1(pair[1], field)[0]))
+    for key, found in best_first:
         mean, error = pass_at_1(found)
         cut = [row["kv_tokens"] for row in found if row["evictions"]]
         cells = [
@@ -216,11 +217,14 @@ def plots(rows: Sequence[Row], out: Path) -> list[str]:
             continue
         prefixes = list(dict.fromkeys(prefix for prefix, _ in lines))
         figure, panels = plt.subplots(1, len(prefixes), figsize=(7 * len(prefixes), 5.5), sharey=True, squeeze=False)
+        variants = sorted({variant for _, variant in lines})
         for panel, prefix in zip(panels[0], prefixes, strict=True):
             field = finest(chosen[FULL])
             panel.axhline(100 * pass_at_1(chosen[FULL], field)[0], color="black", linestyle=":", label="full")
-            for index, (variant, values) in enumerate((v, values) for (p, v), values in lines.items() if p == prefix):
-                x, y, error = np.array(values).T
+            for index, variant in enumerate(variants):
+                if (prefix, variant) not in lines:
+                    continue
+                x, y, error = np.array(lines[prefix, variant]).T
                 # Shifted a little, or error bars hide each other.
                 shifted = x * 1.015 ** (index - 6)
                 style = {"marker": "o", "markersize": 4, "capsize": 2, "color": plt.cm.tab20(index % 20)}
@@ -234,7 +238,7 @@ def plots(rows: Sequence[Row], out: Path) -> list[str]:
                 ylabel="parts of answers right, %" if field == "partial" else "pass@1, %",
             )
             panel.grid(alpha=0.3)
-            panel.legend(fontsize="small")
+        panels[0][-1].legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
         names.append(f"accuracy-{task}.png")
         figure.tight_layout()
         figure.savefig(out / names[-1], dpi=110)
