@@ -20,6 +20,7 @@ import json
 import random
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ from docs.examples import tree_of_thought as example
 
 Row = dict[str, Any]
 SHARED_FLAGS = ("--enable-metrics", "--random-seed", "1", "--page-size", "1", "--max-total-tokens", "16384")
+METRICS_LAG = 10  # seconds
 BEGIN, END = "<!-- generated: python -m benchmark.hit_rate -->", "<!-- end of generated -->"
 
 
@@ -244,11 +246,16 @@ def workloads(budget: int, quick: bool) -> dict[str, Workload]:
 
 def measure(server: Server, workload: Workload, tokenizer: Any) -> Row:
     """One workload on an empty tree."""
-    requests.post(server.url + "/flush_cache", timeout=60).raise_for_status()
+    requests.post(server.url + "/flush_cache?timeout=10", timeout=60).raise_for_status()
     before = counters(server)
     client = Client(server, tokenizer)
     workload.run(client, *workload.args)
-    after = counters(server)
+    until = time.monotonic() + METRICS_LAG
+    # The last request may be counted a moment after it was answered.
+    while (after := counters(server))["prompt_tokens"] - before["prompt_tokens"] < sum(
+        row["prompt_tokens"] for row in client.rows
+    ) and time.monotonic() < until:
+        time.sleep(0.2)
     sums = ("prompt_tokens", "cached_tokens", "stock_rule", "rule", "evictions", "completion_tokens")
     return {
         "requests": len(client.rows),

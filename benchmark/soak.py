@@ -215,7 +215,7 @@ class Load:
             Job(f"probe-{i}", (*job.tokens, 101), 8, logprobs="answer") for i, job in enumerate(rng.sample(work, 8))
         ]
         warm = [self.send(probe) for probe in probes]
-        flushed = self.post("/flush_cache")
+        flushed = self.post("/flush_cache?timeout=10")
         if not flushed.ok:
             self.violations.append(f"the pool is not whole: {flushed.text}")
         for probe, before in zip(probes, warm, strict=True):

@@ -197,7 +197,7 @@ def counters(server: Server) -> dict[str, float]:
 
 def drive(server: Server, scenario: Scenario, seed: int, scratch: Path) -> dict[str, Any]:
     """One run of the client against a server that is up; the row without its identity."""
-    requests.post(server.url + "/flush_cache", timeout=60).raise_for_status()
+    requests.post(server.url + "/flush_cache?timeout=10", timeout=60).raise_for_status()
     output = scratch / "client.jsonl"
     output.unlink(missing_ok=True)
     command = [

@@ -36,8 +36,8 @@ def generate_all(
 
 
 def flush(url: str) -> None:
-    """Empty the radix tree; the server refuses while a request runs or a slot is lost."""
-    post(url, "/flush_cache").raise_for_status()
+    """Empty the radix tree; the server waits until no request runs, and refuses if one goes on or a slot is lost."""
+    post(url, "/flush_cache?timeout=10").raise_for_status()
 
 
 def gauge(url: str, name: str) -> float:
