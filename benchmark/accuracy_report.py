@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,13 +16,15 @@ import numpy as np
 from matplotlib import pyplot as plt
 from scipy.stats import bootstrap
 
+from benchmark.pages import pictures, rewrite
+
 Row = dict[str, Any]
 Key = tuple[str, str, str]
 """Variant, prefix mode, compression."""
 FULL: Key = ("full", "-", "1")
 CONTROL = "random"
 RESAMPLES = 10_000
-BEGIN, END = "<!-- generated: python -m benchmark.accuracy -->", "<!-- end of generated -->"
+BEGIN = "<!-- generated: python -m benchmark.accuracy -->"
 
 LOOP_NGRAM, LOOP_TIMES, LOOP_TOKENS = 64, 3, 128
 
@@ -246,13 +247,6 @@ def plots(rows: Sequence[Row], out: Path) -> list[str]:
     return names
 
 
-def rewrite(page: Path, begin: str, body: str) -> None:
-    """Replace what stands between ``begin`` and the next end mark of a Markdown file."""
-    text = page.read_text(encoding="utf-8")
-    start = text.index(begin)
-    page.write_text(f"{text[:start]}{begin}\n\n{body}\n{text[text.index(END, start) :]}", encoding="utf-8")
-
-
 def report(out: Path, docs: Path | None = None) -> Path:
     """Redraw tables and plots from ``rows.jsonl`` and ``runs.json`` alone; the file that holds them."""
     rows = [json.loads(line) for line in (out / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -260,10 +254,6 @@ def report(out: Path, docs: Path | None = None) -> Path:
     target = out / "table.md"
     target.write_text(body, encoding="utf-8")
     if docs is not None:
-        images = docs.parent / "images"
-        images.mkdir(exist_ok=True)
-        for name in names:
-            shutil.copy(out / name, images / name)
-        rewrite(docs, BEGIN, body + "".join(f"![{name}](images/{name})\n" for name in names))
+        rewrite(docs, BEGIN, body + pictures(docs, out, names))
         target = docs
     return target

@@ -25,6 +25,7 @@ from sgl_vase_kernels import KVPool, QueryWindow, Rows, ops
 from tokenizers import Tokenizer
 from torch.nn import functional as F
 
+from benchmark.pages import rewrite
 from sgl_vase import EvictionConfig, Round, policy_class
 from sgl_vase.policy import FIRST_POSITIONS
 from sgl_vase.randomness import request_key
@@ -215,7 +216,7 @@ def measure(
     return results
 
 
-BEGIN, END = "<!-- generated: python -m benchmark.fidelity -->", "<!-- end of generated -->"
+BEGIN = "<!-- generated: python -m benchmark.fidelity -->"
 
 
 def markdown(results: list[Result], settings: dict[str, Any]) -> str:
@@ -273,9 +274,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.json:
         args.json.write_text(json.dumps({**settings, "results": [asdict(r) for r in results]}, indent=1) + "\n")
     if args.docs:
-        page = args.docs.read_text(encoding="utf-8")
-        before, after = page[: page.index(BEGIN)], page[page.index(END) :]
-        args.docs.write_text(f"{before}{BEGIN}\n\n{markdown(results, settings)}\n{after}", encoding="utf-8")
+        rewrite(args.docs, BEGIN, markdown(results, settings))
     return 0
 
 

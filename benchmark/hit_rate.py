@@ -36,6 +36,7 @@ from sglang.benchmark.datasets.generated_shared_prefix import sample_generated_s
 from sglang.lang.backend import runtime_endpoint
 from transformers import AutoTokenizer
 
+from benchmark.pages import rewrite
 from benchmark.server import Server
 from benchmark.throughput import STOCK, Variant, counters, evicting, machine
 from docs.examples import tree_of_thought as example
@@ -43,7 +44,7 @@ from docs.examples import tree_of_thought as example
 Row = dict[str, Any]
 SHARED_FLAGS = ("--enable-metrics", "--random-seed", "1", "--page-size", "1", "--max-total-tokens", "16384")
 METRICS_LAG = 10  # seconds
-BEGIN, END = "<!-- generated: python -m benchmark.hit_rate -->", "<!-- end of generated -->"
+BEGIN = "<!-- generated: python -m benchmark.hit_rate -->"
 
 
 def shared(a: Sequence[int], b: Sequence[int]) -> int:
@@ -396,9 +397,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = markdown(list(rows.values()))
     (args.out / "table.md").write_text(text)
     if args.docs is not None:
-        before, _, rest = args.docs.read_text().partition(BEGIN)
-        after = rest.partition(END + "\n")[2]
-        args.docs.write_text(f"{before.rstrip()}\n\n{BEGIN}\n\n{text}\n{END}\n{after}")
+        rewrite(args.docs, BEGIN, text)
     print(text)
     wrong = [
         f"{name}, {server}: {sentence}"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,9 +17,11 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
+from benchmark.pages import pictures, rewrite
+
 Row = dict[str, Any]
 STOCK = "stock"
-BEGIN, END = "<!-- generated: python -m benchmark.plot -->", "<!-- end of generated -->"
+BEGIN = "<!-- generated: python -m benchmark.plot -->"
 
 
 def spread(values: Sequence[float], digits: int = 1) -> str:
@@ -168,14 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     (out / "table.md").write_text(table(rows))
     names = plots(rows, out)
     if args.docs is not None:
-        images = args.docs.parent / "images"
-        images.mkdir(exist_ok=True)
-        for name in names:
-            shutil.copy(out / name, images / name)
-        pictures = "\n".join(f"![{name}](images/{name})" for name in names)
-        text = args.docs.read_text()
-        before, after = text[: text.index(BEGIN)], text[text.index(END) :]
-        args.docs.write_text(f"{before}{BEGIN}\n\n{table(rows)}\n{pictures}\n\n{after}")
+        rewrite(args.docs, BEGIN, f"{table(rows)}\n{pictures(args.docs, out, names)}")
     print(args.docs or out / "table.md")
     return 0
 

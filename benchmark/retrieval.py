@@ -29,8 +29,8 @@ from tokenizers import Tokenizer
 
 from benchmark.accuracy import Prefix, Variant, eviction_flags
 from benchmark.accuracy_processors import ENV, FLAGS, Forced
-from benchmark.accuracy_report import rewrite
 from benchmark.accuracy_tasks import InputError
+from benchmark.pages import rewrite
 from benchmark.server import Server, ServerError
 from benchmark.throughput import STOCK, machine
 

@@ -18,6 +18,13 @@ from types import TracebackType
 import psutil
 import requests
 
+STRICT = {
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+}
+"""SGLang's own checks of pool and tree, on."""
+
 _GUARD = 'read _; kill -TERM "$1"; sleep 20; kill -KILL -- -"$1"'
 
 

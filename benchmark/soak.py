@@ -28,13 +28,8 @@ from typing import Any
 import requests
 from rich.progress import Progress
 
-from benchmark.server import Server
+from benchmark.server import STRICT, Server
 
-STRICT = {
-    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
-    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
-    "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
-}
 COMMON = ("--context-length", "4096", "--max-total-tokens", "2560", "--dtype", "float32", "--random-seed", "1")
 CLOSE = 1e-3
 """Log-probabilities of one request alone and in a batch may differ by rounding."""

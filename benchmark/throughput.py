@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -163,14 +164,20 @@ class Watch:
         self._thread.join()
 
 
-def gpu_memory(pids: set[int]) -> int:
-    """Bytes that the processes hold on all GPUs, 0 without a GPU."""
-    with contextlib.suppress(pynvml.NVMLError):
+@cache
+def gpus() -> list[Any]:
+    """Handles of all GPUs, none without the driver."""
+    try:
         pynvml.nvmlInit()
-        cards = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        used = [p for card in cards for p in pynvml.nvmlDeviceGetComputeRunningProcesses(card) if p.pid in pids]
-        return sum(p.usedGpuMemory or 0 for p in used)
-    return 0
+    except pynvml.NVMLError:
+        return []
+    return [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+
+
+def gpu_memory(pids: set[int]) -> int:
+    """Bytes that the processes hold on all GPUs."""
+    used = [p for gpu in gpus() for p in pynvml.nvmlDeviceGetComputeRunningProcesses(gpu) if p.pid in pids]
+    return sum(p.usedGpuMemory or 0 for p in used)
 
 
 def total(text: str, name: str) -> float | None:

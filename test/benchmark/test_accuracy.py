@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmark import accuracy, accuracy_report, retrieval
+from benchmark import accuracy, accuracy_report, pages, retrieval
 from benchmark.accuracy_processors import Forced, Seeded
 from benchmark.accuracy_report import loops
 from benchmark.accuracy_tasks import InputError, task
@@ -221,7 +221,7 @@ def run(out: Path, *extra: str) -> int:
 
 def test_a_run_ends_in_rows_tables_and_plots_and_continues(pretended, tmp_path, capsys):
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{accuracy_report.BEGIN}\nold\n{accuracy_report.END}\nafter\n")
+    page.write_text(f"before\n{accuracy_report.BEGIN}\nold\n{pages.END}\nafter\n")
     assert run(tmp_path / "out", "--docs", str(page)) == 0
     rows = [json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()]
     cells = {name: found for name, found in accuracy_report.grouped(rows)["reasoning"].items()}

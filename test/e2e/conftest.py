@@ -7,13 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmark.server import Server
+from benchmark.server import STRICT, Server
 
-STRICT = {
-    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
-    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
-    "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
-}
 COMMON = (
     *("--device", "cpu", "--dtype", "float32", "--context-length", "8192", "--max-total-tokens", "8192"),
     # An idle server must not spin: another one may be under test.

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from benchmark.server import Server
+from benchmark.server import STRICT, Server
 from test.e2e.client import flush, gauge, generate_all
-from test.e2e.conftest import COMMON, STRICT
+from test.e2e.conftest import COMMON
 from test.e2e.texts import prompt_ids
 
 pytestmark = pytest.mark.e2e

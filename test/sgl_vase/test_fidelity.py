@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from benchmark import fidelity
+from benchmark import fidelity, pages
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -100,7 +100,7 @@ def test_seeds_and_options_matter(model):
 
 def test_the_docs_are_rewritten_between_the_marks(model, tmp_path):
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{fidelity.BEGIN}\nold\n{fidelity.END}\nafter\n")
+    page.write_text(f"before\n{fidelity.BEGIN}\nold\n{pages.END}\nafter\n")
     assert run(model, "--budgets", "96,24", "--policies", "snapkv", "--docs", str(page))[0] == 0
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
