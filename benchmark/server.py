@@ -22,10 +22,22 @@ STRICT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+    "VASE_BATCH_INVARIANT": "1",
 }
-"""SGLang's own checks of pool and tree, on."""
+"""SGLang's own checks of pool and tree, on; and on a CPU an answer that does not tell how many were in its batch."""
 
-_GUARD = 'read _; kill -TERM "$1"; sleep 20; kill -KILL -- -"$1"'
+_GUARD = 'read _; kill -TERM "$1"; sleep 20; kill -s KILL -- -"$1"'
+
+
+def guard(pid: int) -> subprocess.Popen[bytes]:
+    """A process that ends the session of ``pid`` when this one dies, however it dies: its pipe closes then."""
+    return subprocess.Popen(
+        ["sh", "-c", _GUARD, "guard", str(pid)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
 class ServerError(RuntimeError):
@@ -94,14 +106,7 @@ class Server:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        # Waits on a pipe that closes when this process dies, however it dies.
-        self._guard = subprocess.Popen(
-            ["sh", "-c", _GUARD, "guard", str(self._process.pid)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        self._guard = guard(self._process.pid)
         try:
             self._wait_until_ready(timeout, on_wait)
         except BaseException:
@@ -125,10 +130,10 @@ class Server:
                     member.kill()
             psutil.wait_procs(family, timeout=10)
             process.wait()
-        guard, self._guard = self._guard, None
-        if guard is not None:
-            guard.kill()
-            guard.communicate()
+        watcher, self._guard = self._guard, None
+        if watcher is not None:
+            watcher.kill()
+            watcher.communicate()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 

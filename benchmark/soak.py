@@ -230,9 +230,13 @@ class Load:
         alone = self.send(replace(job, leaves=None))
         assert alone is not None
         self.tally[what] += 1
+        tokens = list(zip(before["output_ids"], alone["output_ids"], strict=False))
+        same = next((i for i, (a, b) in enumerate(tokens) if a != b), len(tokens))
         said = [[p for p, *_ in answer["meta_info"].get("output_token_logprobs", ())] for answer in (before, alone)]
-        if before["text"] != alone["text"] or any(abs(a - b) > CLOSE for a, b in zip(*said, strict=False)):
-            self.violations.append(f"{job.rid}: differs ({what})")
+        off = [i for i, (a, b) in enumerate(zip(*said, strict=False)) if i < same and abs(a - b) > CLOSE]
+        if before["output_ids"] != alone["output_ids"] or off:
+            begin = f", log-probabilities from {off[0]}" if off else ""
+            self.violations.append(f"{job.rid}: {what}: tokens differ from {same} of {len(tokens)}{begin}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,6 +7,7 @@ This platform needs PyTorch only: slow, but the same scheduler, KV pool and radi
 from __future__ import annotations
 
 import os
+import warnings
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -17,6 +18,8 @@ from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 NAME = "vase_cpu"
 DEFAULT_POOL_TOKENS = 65536
+TILE = 8
+"""From this many rows on, a matrix product of the CPU libraries treats each row like any other."""
 
 
 class PortableCpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -42,6 +45,39 @@ class PortableCpuPlatform(CpuDeviceMixin, SRTPlatform):
             server_args.max_total_tokens = DEFAULT_POOL_TOKENS
         # OpenMP threads that spin at a barrier make a busy machine a hundred times slower.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+    def init_backend(self) -> None:
+        """``VASE_BATCH_INVARIANT=1``: what a request decodes does not depend on how many decode with it."""
+        if os.environ.get("VASE_BATCH_INVARIANT") == "1":
+            pad_small_products()
+
+
+def pad_small_products() -> None:
+    """Pad the rows of every matrix product to a multiple of ``TILE``; once a process.
+
+    One, two and three rows run other code than many, whose sums are ordered otherwise: the last bit of a
+    request's numbers would tell the size of its batch. Slower for small batches.
+    """
+    global _library
+    if _library is not None:
+        return
+    _library = torch.library.Library("aten", "IMPL")
+
+    def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        rows = -(-len(a) // TILE) * TILE
+        out = a.new_empty(rows, b.shape[1])
+        torch.mm(torch.nn.functional.pad(a, (0, 0, 0, rows - len(a))), b, out=out)
+        return out[: len(a)]
+
+    def addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: float = 1, alpha: float = 1) -> torch.Tensor:
+        return beta * bias + alpha * mm(a, b)
+
+    with warnings.catch_warnings(action="ignore"):  # it says that a kernel is replaced
+        _library.impl("mm", mm, "CPU")
+        _library.impl("addmm", addmm, "CPU")
+
+
+_library: torch.library.Library | None = None
 
 
 def activate() -> str | None:
