@@ -23,13 +23,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import requests
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from benchmark import accuracy_report
 from benchmark.accuracy_processors import ENV, FLAGS, Seeded
 from benchmark.accuracy_report import FULL, Row
 from benchmark.accuracy_tasks import REASONING_MODEL, TASKS, InputError, Item, Task, chat_ids, task
 from benchmark.fidelity import parse_policy
+from benchmark.progress import bar
 from benchmark.server import Server, ServerError
 from benchmark.throughput import STOCK, machine
 from sgl_vase import EvictionConfig
@@ -352,8 +353,7 @@ def measure(args: argparse.Namespace) -> None:
     settings = Settings(args.model, args.seed, args.temperature, args.top_p)
     runner = Runner(settings, args.out, args.server_flags.split(), args.servers, args.concurrency)
     samples = {t.name: t.samples for t in tasks}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns) as progress:
+    with bar() as progress:
         runner.run(runner.missing([Cell(t, None, FULL[2], 0) for t in tasks], problems, samples), progress)
         cells = [
             Cell(t, variant, label, budget(label, t, runner.rows))

@@ -31,12 +31,12 @@ from unittest import mock
 import numpy as np
 import requests
 import sglang as sgl
-from rich.progress import Progress
 from sglang.benchmark.datasets.generated_shared_prefix import sample_generated_shared_prefix_requests
 from sglang.lang.backend import runtime_endpoint
 from transformers import AutoTokenizer
 
 from benchmark.pages import rewrite
+from benchmark.progress import bar
 from benchmark.server import Server
 from benchmark.throughput import STOCK, Variant, counters, evicting, machine
 from docs.examples import tree_of_thought as example
@@ -369,7 +369,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     flags = (*args.server_flags.split(), *SHARED_FLAGS)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    with Progress() as progress:
+    with bar() as progress:
         task = progress.add_task("hit rates", total=len(names) * len(variants))
         for variant in variants:
             todo = [name for name in names if (name, variant.name) not in saved()]

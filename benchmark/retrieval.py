@@ -24,13 +24,13 @@ from typing import Any
 
 import numpy as np
 import requests
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from tokenizers import Tokenizer
 
 from benchmark.accuracy import Prefix, Variant, eviction_flags
 from benchmark.accuracy_processors import ENV, FLAGS, Forced
 from benchmark.accuracy_tasks import InputError
 from benchmark.pages import rewrite
+from benchmark.progress import bar
 from benchmark.server import Server, ServerError
 from benchmark.throughput import STOCK, machine
 
@@ -202,10 +202,9 @@ def measure(args: argparse.Namespace) -> None:
         for sample in range(args.samples)
     ]
     flags = (*args.server_flags.split(), *FLAGS, "--chunked-prefill-size", "8192")
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns) as progress:
+    with bar() as progress:
         plans = list(servers(args))
-        bar = progress.add_task("", total=sum(len(budgets) for *_, budgets in plans) * len(probes))
+        task = progress.add_task("", total=sum(len(budgets) for *_, budgets in plans) * len(probes))
         for policy, mode, extra, env, budgets in plans:
             todo = [
                 (found, budget)
@@ -213,7 +212,7 @@ def measure(args: argparse.Namespace) -> None:
                 for found in probes
                 if (policy, mode, budget or 0, found.test, found.length, found.sample) not in done
             ]
-            progress.update(bar, description=f"{policy} {mode}", advance=len(budgets) * len(probes) - len(todo))
+            progress.update(task, description=f"{policy} {mode}", advance=len(budgets) * len(probes) - len(todo))
             if not todo:
                 continue
             server = Server(args.model, (*flags, *extra), env={**ENV, **env})
@@ -221,7 +220,7 @@ def measure(args: argparse.Namespace) -> None:
                 for rows in clients.map(lambda plan: ask(server, plan[0], mode, plan[1], tokenizer), todo):  # noqa: B023
                     out.writelines(json.dumps({"policy": policy, **row}) + "\n" for row in rows)
                     out.flush()
-                    progress.advance(bar)
+                    progress.advance(task)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -175,6 +175,35 @@ class Server:
         return "\n".join(self.log().splitlines()[-lines:])
 
 
+class Fleet:
+    """Servers of one model by flags and environment; the ``limit`` used last stay up. Use as a context manager.
+
+    ``log`` names the file of each new server's output.
+    """
+
+    def __init__(self, model: Path, limit: int, log: Callable[[], Path | None] = lambda: None) -> None:
+        self._model, self._limit, self._log = model, limit, log
+        self._up: dict[tuple[str, ...], Server] = {}
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._up:
+            self._up.popitem()[1].stop()
+
+    def get(self, flags: Sequence[str], env: Mapping[str, str]) -> Server:
+        """The server with ``flags`` and ``env``, started if need be."""
+        key = (*flags, *(f"{name}={value}" for name, value in sorted(env.items())))
+        server = self._up.pop(key, None)
+        if server is None:
+            while len(self._up) >= self._limit:
+                self._up.pop(next(iter(self._up))).stop()
+            server = Server(self._model, flags, env=env, log=self._log()).start()
+        self._up[key] = server
+        return server
+
+
 def _family(pid: int) -> list[psutil.Process]:
     try:
         process = psutil.Process(pid)

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import requests
-from rich.progress import Progress
 
+from benchmark.progress import bar
 from benchmark.server import STRICT, Server
 
 COMMON = ("--context-length", "4096", "--max-total-tokens", "2560", "--dtype", "float32", "--random-seed", "1")
@@ -253,7 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     violations: list[str] = []
     begin = time.monotonic()
     numbers = [int(number) for number in args.mixes.split(",")]
-    with Progress() as progress:
+    with bar() as progress:
         for number in numbers:
             mix = MIXES[number - 1]
             # A mix alone meets the load that it meets among others.

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import version
@@ -30,9 +30,9 @@ from typing import Any
 import psutil
 import pynvml
 import requests
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmark.server import Server
+from benchmark.progress import bar
+from benchmark.server import Fleet, Server
 
 BUDGET = 512
 SERVERS_AT_ONCE = 5
@@ -245,33 +245,6 @@ def machine() -> dict[str, Any]:
     }
 
 
-class Fleet:
-    """Servers by variant and pool; the ``SERVERS_AT_ONCE`` used last stay up."""
-
-    def __init__(self, model: Path, flags: Sequence[str], say: Callable[[str], None]) -> None:
-        self._model, self._flags, self._say = model, flags, say
-        self._up: dict[tuple[str, int | None], Server] = {}
-
-    def __enter__(self) -> Fleet:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        while self._up:
-            self._up.popitem()[1].stop()
-
-    def get(self, variant: Variant, pool: int | None) -> Server:
-        """The server of ``variant`` with ``pool`` tokens, started if need be."""
-        server = self._up.pop((variant.name, pool), None)
-        if server is None:
-            while len(self._up) >= SERVERS_AT_ONCE:
-                self._up.pop(next(iter(self._up))).stop()
-            self._say(f"starting {variant.name}")
-            sized = () if pool is None else ("--max-total-tokens", str(pool))
-            server = Server(self._model, (*self._flags, *sized, *variant.flags), env=variant.env).start()
-        self._up[variant.name, pool] = server
-        return server
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
@@ -309,16 +282,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     flags = (*args.server_flags.split(), "--enable-metrics", "--decode-log-interval", "10", "--random-seed", "1")
     identity = machine()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with contextlib.ExitStack() as stack:
-        progress = stack.enter_context(Progress(*columns))
+        progress = stack.enter_context(bar())
         turns = [(table[name], r, v) for name in names for r in range(repetitions) for v in table[name].variants]
         task = progress.add_task("throughput", total=len(turns), completed=len([d for d in done if d[0] in names]))
-        fleet = stack.enter_context(Fleet(args.model, flags, lambda text: progress.update(task, description=text)))
+        fleet = stack.enter_context(Fleet(args.model, SERVERS_AT_ONCE))
         for scenario, repetition, variant in turns:
             if (scenario.name, variant.name, repetition) in done:
                 continue
-            server = fleet.get(variant, scenario.pool)
+            sized = () if scenario.pool is None else ("--max-total-tokens", str(scenario.pool))
+            progress.update(task, description=f"starting {variant.name}")
+            server = fleet.get((*flags, *sized, *variant.flags), variant.env)
             progress.update(task, description=f"{scenario.name}: {variant.name}")
             row = {
                 "scenario": scenario.name,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmark.server import STRICT, Server
+from benchmark.server import STRICT, Fleet, Server
 
 COMMON = (
     *("--device", "cpu", "--dtype", "float32", "--context-length", "8192", "--max-total-tokens", "8192"),
@@ -19,19 +19,5 @@ COMMON = (
 @pytest.fixture(scope="session")
 def serve(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
     """``serve(*flags, **env)``: the running server of that configuration. Two stay up: memory is shared."""
-    running: dict[tuple[object, ...], Server] = {}
-
-    def start(*flags: str, **env: str) -> Server:
-        key = (*flags, *sorted(env.items()))
-        server = running.pop(key, None)
-        if server is None:
-            while len(running) >= 2:
-                running.pop(next(iter(running))).stop()
-            log = tmp_path_factory.mktemp("server") / "log.txt"
-            server = Server(model, [*COMMON, *flags], env={**STRICT, **env}, log=log).start()
-        running[key] = server
-        return server
-
-    yield start
-    for server in running.values():
-        server.stop()
+    with Fleet(model, 2, lambda: tmp_path_factory.mktemp("server") / "log.txt") as fleet:
+        yield lambda *flags, **env: fleet.get([*COMMON, *flags], {**STRICT, **env})
