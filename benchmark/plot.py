@@ -79,9 +79,16 @@ def _cell(column: Callable[[list[Row]], str], rows: list[Row]) -> str:
 
 
 def grouped(rows: list[Row]) -> dict[str, dict[str, list[Row]]]:
+    """Rows by scenario and variant; a scenario that was run at several sizes is several."""
+    sizes: dict[str, set[tuple[int, int]]] = {}
+    for row in rows:
+        sizes.setdefault(row["scenario"], set()).add((row["budget"], row["tokens_out"]))
     found: dict[str, dict[str, list[Row]]] = {}
     for row in rows:
-        found.setdefault(row["scenario"], {}).setdefault(row["variant"], []).append(row)
+        name = row["scenario"]
+        if len(sizes[name]) > 1:
+            name += f", {row['tokens_out']} out, budget {row['budget']}"
+        found.setdefault(name, {}).setdefault(row["variant"], []).append(row)
     return found
 
 
@@ -89,9 +96,9 @@ def table(rows: list[Row]) -> str:
     """Markdown, one table a scenario."""
     lines = []
     groups = grouped(rows)
-    ideal = groups.get("ideal", {}).get(STOCK)
     for scenario, variants in groups.items():
         some = next(iter(variants.values()))[0]
+        ideal = [row for row in rows if row["scenario"] == "ideal" and row["budget"] == some["budget"]]
         lines += [
             f"### {scenario}",
             "",
@@ -101,7 +108,7 @@ def table(rows: list[Row]) -> str:
             "",
         ]
         head = ["", "vs stock", *COLUMNS]
-        against_ideal = scenario == "equal-batch" and ideal
+        against_ideal = some["scenario"] == "equal-batch" and ideal
         if against_ideal:
             head.insert(2, "decode vs ideal")
         if scenario == "paper-16k":

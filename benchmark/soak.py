@@ -250,7 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--server-flags", default="--device cpu --sleep-on-idle")
     args = parser.parse_args(argv)
     tally: Counter[str] = Counter()
-    violations: list[str] = []
+    violations = 0
     begin = time.monotonic()
     numbers = [int(number) for number in args.mixes.split(",")]
     with bar() as progress:
@@ -275,11 +275,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 meddler.join()
                 load.settle(work, args.sample, rng)
             tally += load.tally
-            violations += [f"mix {number}: {text}" for text in load.violations]
-    for text in violations:
-        print(text)
+            for text in load.violations:
+                progress.console.print(f"mix {number}: {text}", soft_wrap=True, markup=False)
+            violations += len(load.violations)
     summary = {"requests": args.requests, "seed": args.seed, "seconds": round(time.monotonic() - begin)}
-    print(json.dumps({**summary, **dict(sorted(tally.items())), "violations": len(violations)}))
+    print(json.dumps({**summary, **dict(sorted(tally.items())), "violations": violations}))
     return bool(violations)
 
 

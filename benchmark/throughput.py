@@ -277,7 +277,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = args.out / "rows.jsonl"
     repetitions = 1 if args.quick else args.repetitions
     done = {
-        (row["scenario"], row["variant"], row["repetition"])
+        (row["scenario"], row["budget"], row["tokens_out"], row["variant"], row["repetition"])
         for row in map(json.loads, rows.read_text().splitlines() if rows.exists() else ())
     }
     flags = (*args.server_flags.split(), "--enable-metrics", "--decode-log-interval", "10", "--random-seed", "1")
@@ -285,11 +285,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(bar())
         turns = [(table[name], r, v) for name in names for r in range(repetitions) for v in table[name].variants]
-        task = progress.add_task("throughput", total=len(turns), completed=len([d for d in done if d[0] in names]))
+        turns = [(s, r, v) for s, r, v in turns if (s.name, args.budget, s.tokens_out, v.name, r) not in done]
+        task = progress.add_task("throughput", total=len(turns))
         fleet = stack.enter_context(Fleet(args.model, SERVERS_AT_ONCE))
         for scenario, repetition, variant in turns:
-            if (scenario.name, variant.name, repetition) in done:
-                continue
             sized = () if scenario.pool is None else ("--max-total-tokens", str(scenario.pool))
             progress.update(task, description=f"starting {variant.name}")
             server = fleet.get((*flags, *sized, *variant.flags), variant.env)
