@@ -215,10 +215,11 @@ class Load:
             self.violations.append(f"the pool is not whole: {flushed.text}")
         for probe, before in zip(probes, warm, strict=True):
             if before is not None and before["meta_info"]["cached_tokens"]:
-                self.compare("cached prefixes compared", probe, before)
+                self.violations += filter(None, [self.compare("cached prefixes compared", probe, before)])
         alike = [job for job in work if job.rid in self.answers and self.repeats(self.answers[job.rid]["meta_info"])]
-        for job in rng.sample(alike, min(sample, len(alike))):
-            self.compare("solo runs compared", job, self.answers[job.rid])
+        sampled = rng.sample(alike, min(sample, len(alike)))
+        differences = [self.compare("solo runs compared", job, self.answers[job.rid]) for job in sampled]
+        self.judge([text for text in differences if text], len(sampled))
         if "Traceback" in self.server.log() or "leak" in self.server.log().lower():
             self.violations.append("the server's log has a traceback or a leak")
 
@@ -226,7 +227,16 @@ class Load:
         """Whether an answer follows from its request alone. When a row detaches depends on the tree and the pool."""
         return not meta["num_retractions"] and not ("detach" in self.mix.flags and meta["eviction"]["evictions"])
 
-    def compare(self, what: str, job: Job, before: dict[str, Any]) -> None:
+    def judge(self, differences: Sequence[str], compared: int) -> None:
+        """A difference is a violation, but for a few where decode steps ran in mixed batches: their attention is
+        summed in another order, and a draw or a token that was as good as tied turns out otherwise."""
+        if "--enable-mixed-chunk" in self.mix.flags and len(differences) <= compared // 10:
+            self.tally["differences by rounding"] += len(differences)
+        else:
+            self.violations += differences
+
+    def compare(self, what: str, job: Job, before: dict[str, Any]) -> str | None:
+        """How the answer ``before`` differs from one that ``job`` gets now, alone."""
         alone = self.send(replace(job, leaves=None))
         assert alone is not None
         self.tally[what] += 1
@@ -234,9 +244,9 @@ class Load:
         same = next((i for i, (a, b) in enumerate(tokens) if a != b), len(tokens))
         said = [[p for p, *_ in answer["meta_info"].get("output_token_logprobs", ())] for answer in (before, alone)]
         off = [i for i, (a, b) in enumerate(zip(*said, strict=False)) if i < same and abs(a - b) > CLOSE]
-        if before["output_ids"] != alone["output_ids"] or off:
-            begin = f", log-probabilities from {off[0]}" if off else ""
-            self.violations.append(f"{job.rid}: {what}: tokens differ from {same} of {len(tokens)}{begin}")
+        if before["output_ids"] == alone["output_ids"] and not off:
+            return None
+        return f"{job.rid}: {what}: tokens differ from {same} of {len(tokens)}, log-probabilities from {off[:1]}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,7 +13,7 @@ from benchmark import soak
 
 JOB = soak.Job("job", (1, 2, 3), 40, logprobs="prompt")
 ANSWER: dict[str, Any] = {
-    "text": "said",
+    "output_ids": [5] * 40,
     "meta_info": {
         "id": "job",
         "finish_reason": {"type": "length"},
@@ -63,14 +63,21 @@ def test_a_faulty_answer_is_a_violation(fault: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "alone",
-    [{**ANSWER, "text": "other"}, answer(output_token_logprobs=[[-1.1, 5, None]] * 40)],
-    ids=["text", "numbers"],
+    [{**ANSWER, "output_ids": [5] * 39 + [6]}, answer(output_token_logprobs=[[-1.1, 5, None]] * 40)],
+    ids=["tokens", "numbers"],
 )
-def test_another_solo_run_is_a_violation(alone: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_solo_run_is_a_difference(alone: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     load = soak.Load(None, soak.MIXES[0])  # type: ignore[arg-type]
     replies = iter([ANSWER, alone])
     monkeypatch.setattr(load, "send", lambda job: next(replies))
-    load.compare("compared", JOB, ANSWER)
-    assert load.violations == []
-    load.compare("compared", JOB, ANSWER)
-    assert len(load.violations) == 1
+    assert load.compare("compared", JOB, ANSWER) is None
+    assert load.compare("compared", JOB, ANSWER)
+
+
+@pytest.mark.parametrize(("mix", "violations"), [(0, 1), (1, 0)])
+def test_only_mixed_steps_may_round(mix: int, violations: int) -> None:
+    load = soak.Load(None, soak.MIXES[mix])  # type: ignore[arg-type]
+    load.judge(["one"], 10)
+    assert len(load.violations) == violations
+    load.judge(["one", "two"], 10)
+    assert len(load.violations) == violations + 2
