@@ -72,7 +72,8 @@ def pad_small_products() -> None:
     def addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: float = 1, alpha: float = 1) -> torch.Tensor:
         return beta * bias + alpha * mm(a, b)
 
-    with warnings.catch_warnings(action="ignore"):  # it says that a kernel is replaced
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that a kernel is replaced
         _library.impl("mm", mm, "CPU")
         _library.impl("addmm", addmm, "CPU")
 
