@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -45,11 +46,12 @@ class ServerError(RuntimeError):
 
 
 def free_port() -> int:
-    """A TCP port on the loopback interface that nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port on the loopback interface that is free at this moment, and that no client is given by chance."""
+    while True:
+        port = random.randrange(10000, 32768)  # below the system's ephemeral ports
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class Server:
@@ -150,6 +152,8 @@ class Server:
         while (elapsed := time.monotonic() - begin) < timeout:
             if self._process is None or self._process.poll() is not None:
                 raise ServerError(f"the server exited while starting; the end of its log:\n{self._tail()}")
+            if "error while attempting to bind" in self.log():  # SGLang stays, deaf
+                raise ServerError(f"another process took port {self.port}; try again")
             # Another process may answer on this port: believe only our own.
             if self._listens() and self._generates():
                 return

@@ -14,7 +14,7 @@ GREEDY = {"temperature": 0, "ignore_eos": True}
 
 
 def post(url: str, path: str, **body: Any) -> requests.Response:
-    return requests.post(url + path, json=body, timeout=900)
+    return requests.post(url + path, json=body, timeout=3600)
 
 
 def generate(url: str, prompt: str | list[int], new_tokens: int, **extra: Any) -> dict[str, Any]:
