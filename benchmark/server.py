@@ -48,7 +48,7 @@ class ServerError(RuntimeError):
 def free_port() -> int:
     """A TCP port on the loopback interface that is free at this moment, and that no client is given by chance."""
     while True:
-        port = random.randrange(10000, 32768)  # below the system's ephemeral ports
+        port = random.SystemRandom().randrange(10000, 32768)  # below the system's ephemeral ports
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
