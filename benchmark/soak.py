@@ -28,7 +28,7 @@ from typing import Any
 import requests
 
 from benchmark.progress import bar
-from benchmark.server import STRICT, Server
+from benchmark.server import REPEATABLE, STRICT, Server
 
 COMMON = ("--context-length", "4096", "--max-total-tokens", "2560", "--dtype", "float32", "--random-seed", "1")
 CLOSE = 1e-3
@@ -272,7 +272,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sizes = ("--eviction-budget", str(mix.budget), "--eviction-buffer", str(mix.buffer))
             task = progress.add_task(f"mix {number}: {mix.flags}", total=len(work))
             flags = (*args.server_flags.split(), *COMMON, *sizes, *mix.flags.split())
-            with Server(args.model, flags, env={**STRICT, **mix.env}) as server:
+            with Server(args.model, flags, env={**STRICT, **REPEATABLE, **mix.env}) as server:
                 load = Load(server, mix)
                 done = threading.Event()
                 meddler = threading.Thread(target=load.meddle, args=(done, random.Random(rng.random())), daemon=True)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import requests
 
-from benchmark.server import Server
+from benchmark.server import REPEATABLE, Server
 from test.e2e import tiny_model
 from test.e2e.client import GREEDY, flush, gauge, generate, generate_all, post
 from test.e2e.texts import STORY, prompt_ids
@@ -44,7 +44,7 @@ def bound(prompt: int) -> int:
 @pytest.fixture
 def server(serve: Callable[..., Server], tiny: Path) -> Iterator[Server]:
     """The server, idle and its tree empty, before and after."""
-    server = serve("--model-path", str(tiny), *FLAGS, **TIMEOUTS)
+    server = serve("--model-path", str(tiny), *FLAGS, **REPEATABLE, **TIMEOUTS)
     flush(server.url)
     yield server
     time.sleep(0.5)  # idle: the strict checks run

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmark.server import STRICT, Server
+from benchmark.server import REPEATABLE, STRICT, Server
 from test.e2e.client import flush, gauge, generate_all
 from test.e2e.conftest import COMMON
 from test.e2e.texts import prompt_ids
@@ -31,10 +31,8 @@ def kept_sets(folder: Path) -> dict[tuple[str, int, int, int], list[int]]:
 
 def run(tiny: Path, folder: Path, *flags: str, **env: str) -> list[dict[str, Any]]:
     folder.mkdir()
-    server = Server(
-        tiny, [*COMMON, *EVICTING, *flags], env={**STRICT, **env, "VASE_TRACE": str(folder)}, log=folder / "log.txt"
-    )
-    with server:
+    env = {**STRICT, **REPEATABLE, **env, "VASE_TRACE": str(folder)}
+    with Server(tiny, [*COMMON, *EVICTING, *flags], env=env, log=folder / "log.txt") as server:
         prompts = [prompt_ids(i, length) for i, length in enumerate((5, 90, 300))]
         answers = generate_all(server.url, prompts, 330, rids=["short", "middle", "long"])
         flush(server.url)

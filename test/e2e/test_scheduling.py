@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmark.server import Server
+from benchmark.server import REPEATABLE, Server
 from test.e2e.client import GREEDY, flush, gauge, generate, generate_all, post
 from test.e2e.texts import QUESTIONS, chat, prompt_ids
 
@@ -68,7 +68,7 @@ def test_many_with_equal_triggers(serve: Serve, tiny: Path) -> None:
 @pytest.mark.slow
 def test_a_hundred_long_generations(serve: Serve) -> None:
     """A hundred at once and one alone, overlap on: no request loops or bleeds under load."""
-    server = serve(*DKV, "--max-total-tokens", "32768")
+    server = serve(*DKV, "--max-total-tokens", "32768", **REPEATABLE)
     prompts = [chat(f"{QUESTIONS[i % 8]} Use the number {i}.") for i in range(100)]
     together = generate_all(server.url, prompts, 600)
     for i in (0, 37, 99):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import requests
 
-from benchmark.server import Server
+from benchmark.server import REPEATABLE, Server
 from sgl_vase import EvictionConfig
 from test.e2e.client import flush, gauge, generate, generate_all, post
 from test.e2e.texts import QUESTIONS, STORY, chat
@@ -168,7 +168,7 @@ def test_a_budget_above_the_length_changes_nothing(serve: Serve) -> None:
 
 def test_shared_prefix_does_not_bleed(serve: Serve) -> None:
     """Eight requests share a 700-token prefix and evict; each says what it says alone."""
-    server = serve(*VASE)
+    server = serve(*VASE, **REPEATABLE)
     flush(server.url)
     prompts = [chat(f"{STORY}\n\n{question}") for question in QUESTIONS]
     together = generate_all(server.url, prompts, 230)
@@ -179,7 +179,7 @@ def test_shared_prefix_does_not_bleed(serve: Serve) -> None:
     assert all(answer["meta_info"]["cached_tokens"] > 600 for answer in alone)
     assert [a["text"] for a in together] == [a["text"] for a in alone]
 
-    reseeded = serve(*VASE, "--eviction-seed", "1")
+    reseeded = serve(*VASE, "--eviction-seed", "1", **REPEATABLE)
     other = generate_all(reseeded.url, prompts, 230)
     assert [a["text"] for a in other] != [a["text"] for a in alone], "the comparison cannot fail"
 
@@ -202,7 +202,7 @@ def test_detach_bounds_a_long_shared_prompt(serve: Serve) -> None:
 
 def test_a_long_prompt_is_compacted_after_its_prefill(serve: Serve) -> None:
     """2,000 prompt tokens decode from 320 slots; the tree shares the first T - M of them, and answers repeat."""
-    server = serve(*PREFILL)
+    server = serve(*PREFILL, **REPEATABLE)
     flush(server.url)
     prompts = [chat(f"{STORY * 3}\n\n{question}") for question in QUESTIONS[:2]]
     first, second, short = generate_all(server.url, [*prompts, chat("Hi")], 40)
