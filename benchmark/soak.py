@@ -116,7 +116,8 @@ class Load:
         sampling = {"temperature": 0, "max_new_tokens": job.new_tokens, "ignore_eos": job.ignore_eos}
         body = {"rid": job.rid, "input_ids": job.tokens, "sampling_params": sampling}
         if job.logprobs:
-            body |= {"return_logprob": True, "logprob_start_len": 0 if job.logprobs == "prompt" else -1}
+            start = 0 if job.logprobs == "prompt" else -1
+            body |= {"return_logprob": True, "logprob_start_len": start, "top_logprobs_num": 2}
         if job.leaves == "hang up mid-stream":
             return self.stream(job, body)
         try:
@@ -236,8 +237,8 @@ class Load:
             self.violations += differences
 
     def compare(self, what: str, job: Job, before: dict[str, Any]) -> str | None:
-        """How the answer ``before`` differs from one that ``job`` gets now, alone."""
-        alone = self.send(replace(job, leaves=None))
+        """How ``before`` differs from the answer that ``job`` gets now, alone; up to the first token that was tied."""
+        alone = self.send(replace(job, leaves=None, logprobs=job.logprobs or "answer"))
         assert alone is not None
         self.tally[what] += 1
         tokens = list(zip(before["output_ids"], alone["output_ids"], strict=False))
@@ -246,7 +247,17 @@ class Load:
         off = [i for i, (a, b) in enumerate(zip(*said, strict=False)) if i < same and abs(a - b) > CLOSE]
         if before["output_ids"] == alone["output_ids"] and not off:
             return None
-        return f"{job.rid}: {what}: tokens differ from {same} of {len(tokens)}, log-probabilities from {off[:1]}"
+        lead = -1.0
+        if same < len(tokens):
+            (first, *_), (second, *_) = alone["meta_info"]["output_top_logprobs"][same]
+            lead = first - second
+        if not off and 0 <= lead <= CLOSE:
+            self.tally["ties"] += 1
+            return None
+        return (
+            f"{job.rid}: {what}: tokens differ from {same} of {len(tokens)}, where the first led by {lead:.6f}; "
+            f"log-probabilities from {off[:1]}"
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -22,6 +22,7 @@ ANSWER: dict[str, Any] = {
         "eviction": {"evictions": 1, "kv_tokens": 100},
         "input_token_logprobs": [[-1.0, 5, None]] * 3,
         "output_token_logprobs": [[-1.0, 5, None]] * 40,
+        "output_top_logprobs": [[[-1.0, 5, None], [-1.1, 6, None]]] * 40,
     },
 }
 
@@ -72,6 +73,17 @@ def test_another_solo_run_is_a_difference(alone: dict[str, Any], monkeypatch: py
     monkeypatch.setattr(load, "send", lambda job: next(replies))
     assert load.compare("compared", JOB, ANSWER) is None
     assert load.compare("compared", JOB, ANSWER)
+
+
+def test_a_tie_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = soak.Load(None, soak.MIXES[0])  # type: ignore[arg-type]
+    for second, tie in ((-1.1, False), (-1.0001, True)):
+        alone = {
+            **answer(output_top_logprobs=[[[-1.0, 5, None], [second, 6, None]]] * 40),
+            "output_ids": [5] * 39 + [6],
+        }
+        monkeypatch.setattr(load, "send", lambda job, alone=alone: alone)
+        assert (load.compare("compared", JOB, ANSWER) is None) == tie
 
 
 @pytest.mark.parametrize(("mix", "violations"), [(0, 1), (1, 0)])
