@@ -78,10 +78,8 @@ def test_another_solo_run_is_a_difference(alone: dict[str, Any], monkeypatch: py
 def test_a_tie_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     load = soak.Load(None, soak.MIXES[0])  # type: ignore[arg-type]
     for second, tie in ((-1.1, False), (-1.0001, True)):
-        alone = {
-            **answer(output_top_logprobs=[[[-1.0, 5, None], [second, 6, None]]] * 40),
-            "output_ids": [5] * 39 + [6],
-        }
+        alone = answer(output_top_logprobs=[[[-1.0, 5, None], [second, 6, None]]] * 40)
+        alone["output_ids"][39] = 6
         monkeypatch.setattr(load, "send", lambda job, alone=alone: alone)
         assert (load.compare("compared", JOB, ANSWER) is None) == tie
 
