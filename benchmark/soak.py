@@ -74,6 +74,8 @@ class Job:
     """``abort``: by a call; ``hang up``: closes the connection; ``hang up mid-stream``."""
     after: float = 0
     """Seconds until then."""
+    evict: bool = True
+    """Otherwise the answer tells what the tree holds, whenever a row might have detached from it."""
 
 
 def jobs(count: int, rng: random.Random) -> list[Job]:
@@ -113,8 +115,10 @@ class Load:
 
     def send(self, job: Job) -> dict[str, Any] | None:
         """The answer; ``None`` if the client left before it came."""
-        sampling = {"temperature": 0, "max_new_tokens": job.new_tokens, "ignore_eos": job.ignore_eos}
-        body = {"rid": job.rid, "input_ids": job.tokens, "sampling_params": sampling}
+        sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": job.new_tokens, "ignore_eos": job.ignore_eos}
+        if not job.evict:
+            sampling["custom_params"] = {"eviction": "none"}
+        body: dict[str, Any] = {"rid": job.rid, "input_ids": job.tokens, "sampling_params": sampling}
         if job.logprobs:
             start = 0 if job.logprobs == "prompt" else -1
             body |= {"return_logprob": True, "logprob_start_len": start, "top_logprobs_num": 2}
@@ -208,7 +212,8 @@ class Load:
             self.violations.append(f"answered twice: {twice}")
         time.sleep(3)  # the idle checks run
         probes = [
-            Job(f"probe-{i}", (*job.tokens, 101), 8, logprobs="answer") for i, job in enumerate(rng.sample(work, 8))
+            Job(f"probe-{i}", (*job.tokens, 101), 8, logprobs="answer", evict=False)
+            for i, job in enumerate(rng.sample(work, 8))
         ]
         warm = [self.send(probe) for probe in probes]
         flushed = self.post("/flush_cache?timeout=10")
@@ -219,6 +224,8 @@ class Load:
                 self.violations += filter(None, [self.compare("cached prefixes compared", probe, before)])
         alike = [job for job in work if job.rid in self.answers and self.repeats(self.answers[job.rid]["meta_info"])]
         sampled = rng.sample(alike, min(sample, len(alike)))
+        if "detach" in self.mix.flags:  # these found no room to detach, or had no need; alone they might
+            sampled = [replace(job, evict=False) for job in sampled]
         differences = [self.compare("solo runs compared", job, self.answers[job.rid]) for job in sampled]
         self.judge([text for text in differences if text], len(sampled))
         if "Traceback" in self.server.log() or "leak" in self.server.log().lower():
