@@ -222,6 +222,7 @@ class Load:
         for probe, before in zip(probes, warm, strict=True):
             if before is not None and before["meta_info"]["cached_tokens"]:
                 self.violations += filter(None, [self.compare("cached prefixes compared", probe, before)])
+        self.post("/flush_cache?timeout=10")  # the probes published more than a row that evicts would
         alike = [job for job in work if job.rid in self.answers and self.repeats(self.answers[job.rid]["meta_info"])]
         sampled = rng.sample(alike, min(sample, len(alike)))
         if "detach" in self.mix.flags:  # these found no room to detach, or had no need; alone they might

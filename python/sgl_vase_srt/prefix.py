@@ -18,8 +18,18 @@ if TYPE_CHECKING:
 
 
 def release(original: Callable[..., Any], req: Req, tree_cache: BasePrefixCache, *, checkpoint: bool) -> Any:
-    """Keep an evicted row out of the tree: its protected part is in there already, the rest is no prefix."""
-    return original(req, tree_cache, checkpoint=scheduler.finish(req) and checkpoint)
+    """Keep an evicted row out of the tree: its protected part is in there already, the rest is no prefix.
+
+    With ``--eviction-prefill on`` no row publishes more than leaves ``T_eff = T`` to those who match it.
+    """
+    checkpoint = scheduler.finish(req) and checkpoint
+    if checkpoint and req.kv.holds_kv and not req.skip_radix_cache_insert:
+        length = req.owned_kv_len()
+        if (most := scheduler.publishable(req, length)) < length:
+            req.refresh_fill_ids()
+            tree_cache.checkpoint(req, up_to=most)
+            checkpoint = False
+    return original(req, tree_cache, checkpoint=checkpoint)
 
 
 def checkpoint(original: Callable[..., Any], req: Req, tree_cache: BasePrefixCache) -> Any:

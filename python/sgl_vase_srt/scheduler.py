@@ -367,11 +367,16 @@ def state_of(req: Req) -> RequestState:
     return state
 
 
+def publishable(req: Req, length: int) -> int:
+    """How many of the row's first ``length`` tokens the tree may own: it keeps what was matched in it."""
+    config = state_of(req).config
+    return max(length if config is None else config.shared(length), req.kv.cache_protected_len)
+
+
 def shareable(req: Req) -> int:
-    """Tokens of the row that the tree may own: of the prompt, and what was matched beyond it. A retracted request
-    prefills its outputs too; owned by the tree, they could never be compacted again."""
-    config, prompt = state_of(req).config, len(req.origin_input_ids)
-    return max(prompt if config is None else config.shared(prompt), req.kv.cache_protected_len)
+    """What the tree may own of a row while it runs: of the prompt, and what was matched beyond it. A retracted
+    request prefills its outputs too; owned by the tree, they could never be compacted again."""
+    return publishable(req, len(req.origin_input_ids))
 
 
 def logical_length(req: Req) -> int:

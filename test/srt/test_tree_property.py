@@ -214,6 +214,8 @@ class World:
             tokens = self.logical(req)
             row = self.rows.req_to_token[req.kv.req_pool_idx, : req.kv.kv_allocated_len].tolist()
             protected = req.kv.cache_protected_len
+            if self.runtime.config.prefill == "on":
+                assert protected <= CONFIG.budget - CONFIG.private_floor  # T_eff is T, whatever came before
             for i in range(protected):
                 self.check_slot(row[i], tokens[: i + 1])
             own = {
