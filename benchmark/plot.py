@@ -60,7 +60,7 @@ COLUMNS: dict[str, Callable[[list[Row]], str]] = {
     "cached tokens": lambda rows: f"{statistics.median(row['cached_tokens'] for row in rows):.0f}",
     "retractions": lambda rows: f"{max(row['retractions'] for row in rows):.0f}",
     "peak RSS GiB": lambda rows: f"{max(row['peak_rss_mib'] for row in rows) / 1024:.1f}",
-    "peak GPU GiB": lambda rows: f"{max(row['peak_gpu_mib'] for row in rows) / 1024:.1f}",
+    "peak GPU GiB": lambda rows: f"{most / 1024:.1f}" if (most := max(row["peak_gpu_mib"] for row in rows)) else "–",
 }
 PUBLISHED = {
     "stock": "132.9 (68.7)",
@@ -103,7 +103,7 @@ def table(rows: list[Row]) -> str:
             f"### {scenario}",
             "",
             f"{some['requests']} requests of {some['tokens_in']} in, {some['tokens_out']} out; pool "
-            f"{some['pool_tokens']:,} tokens; budget {some['budget']}; {some['machine']}; sglang "
+            f"{some['pool_tokens']:,.0f} tokens; budget {some['budget']}; {some['machine']}; sglang "
             f"{some['versions']['sglang']}, torch {some['versions']['torch']}; {some['date']}.",
             "",
         ]
