@@ -37,7 +37,7 @@ from transformers import AutoTokenizer
 
 from benchmark.pages import rewrite
 from benchmark.progress import bar
-from benchmark.server import Server
+from benchmark.server import Server, flush
 from benchmark.throughput import STOCK, Variant, counters, evicting, machine
 from docs.examples import tree_of_thought as example
 
@@ -247,7 +247,7 @@ def workloads(budget: int, quick: bool) -> dict[str, Workload]:
 
 def measure(server: Server, workload: Workload, tokenizer: Any) -> Row:
     """One workload on an empty tree."""
-    requests.post(server.url + "/flush_cache?timeout=10", timeout=60).raise_for_status()
+    flush(server.url)
     before = counters(server)
     client = Client(server, tokenizer)
     workload.run(client, *workload.args)

@@ -56,6 +56,11 @@ def free_port() -> int:
             return port
 
 
+def flush(url: str) -> None:
+    """Empty the radix tree; the server waits until no request runs, and refuses if one goes on or a slot is lost."""
+    requests.post(url + "/flush_cache?timeout=10", timeout=60).raise_for_status()
+
+
 class Server:
     """``python -m sglang.launch_server`` with ``flags``, in a process session of its own.
 

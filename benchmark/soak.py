@@ -221,7 +221,8 @@ class Load:
             self.violations.append(f"the pool is not whole: {flushed.text}")
         for probe, before in zip(probes, warm, strict=True):
             if before is not None and before["meta_info"]["cached_tokens"]:
-                self.violations += filter(None, [self.compare("cached prefixes compared", probe, before)])
+                difference = self.compare("cached prefixes compared", probe, before)
+                self.violations += [difference] if difference else []
         self.post("/flush_cache?timeout=10")  # the probes published more than a row that evicts would
         alike = [job for job in work if job.rid in self.answers and self.repeats(self.answers[job.rid]["meta_info"])]
         sampled = rng.sample(alike, min(sample, len(alike)))

@@ -32,7 +32,7 @@ import pynvml
 import requests
 
 from benchmark.progress import bar
-from benchmark.server import Fleet, Server
+from benchmark.server import Fleet, Server, flush
 
 BUDGET = 512
 SERVERS_AT_ONCE = 5
@@ -204,7 +204,7 @@ def counters(server: Server) -> dict[str, float]:
 
 def drive(server: Server, scenario: Scenario, seed: int, scratch: Path) -> dict[str, Any]:
     """One run of the client against a server that is up; the row without its identity."""
-    requests.post(server.url + "/flush_cache?timeout=10", timeout=60).raise_for_status()
+    flush(server.url)
     output = scratch / "client.jsonl"
     output.unlink(missing_ok=True)
     command = [

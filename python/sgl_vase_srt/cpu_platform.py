@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -52,16 +53,14 @@ class PortableCpuPlatform(CpuDeviceMixin, SRTPlatform):
             pad_small_products()
 
 
-def pad_small_products() -> None:
-    """Pad the rows of every matrix product to a multiple of ``TILE``; once a process.
+@cache
+def pad_small_products() -> torch.library.Library:
+    """Pad the rows of every matrix product to a multiple of ``TILE``, as long as what is returned lives.
 
     One, two and three rows run other code than many, whose sums are ordered otherwise: the last bit of a
     request's numbers would tell the size of its batch. Slower for small batches.
     """
-    global _library
-    if _library is not None:
-        return
-    _library = torch.library.Library("aten", "IMPL")
+    library = torch.library.Library("aten", "IMPL")
 
     def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         rows = -(-len(a) // TILE) * TILE
@@ -74,11 +73,9 @@ def pad_small_products() -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it says that a kernel is replaced
-        _library.impl("mm", mm, "CPU")
-        _library.impl("addmm", addmm, "CPU")
-
-
-_library: torch.library.Library | None = None
+        library.impl("mm", mm, "CPU")
+        library.impl("addmm", addmm, "CPU")
+    return library
 
 
 def activate() -> str | None:

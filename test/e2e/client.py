@@ -35,11 +35,6 @@ def generate_all(
         return list(pool.map(lambda p, n: generate(url, p, new_tokens, **n, **extra), prompts, named))
 
 
-def flush(url: str) -> None:
-    """Empty the radix tree; the server waits until no request runs, and refuses if one goes on or a slot is lost."""
-    post(url, "/flush_cache?timeout=10").raise_for_status()
-
-
 def gauge(url: str, name: str) -> float:
     """A value from ``/metrics``, summed over labels."""
     value = total(requests.get(url + "/metrics", timeout=30).text, name)

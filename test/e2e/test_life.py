@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import requests
 
-from benchmark.server import REPEATABLE, Server
+from benchmark.server import REPEATABLE, Server, flush
 from test.e2e import tiny_model
-from test.e2e.client import GREEDY, flush, gauge, generate, generate_all, post
+from test.e2e.client import GREEDY, gauge, generate, generate_all, post
 from test.e2e.texts import STORY, prompt_ids
 
 pytestmark = pytest.mark.e2e

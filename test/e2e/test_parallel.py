@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmark.server import REPEATABLE, STRICT, Server
-from test.e2e.client import flush, gauge, generate_all
+from benchmark.server import REPEATABLE, STRICT, Server, flush
+from test.e2e.client import gauge, generate_all
 from test.e2e.conftest import COMMON
 from test.e2e.texts import prompt_ids
 

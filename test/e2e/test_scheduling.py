@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from benchmark.server import REPEATABLE, Server
-from test.e2e.client import GREEDY, flush, gauge, generate, generate_all, post
+from benchmark.server import REPEATABLE, Server, flush
+from test.e2e.client import GREEDY, gauge, generate, generate_all, post
 from test.e2e.texts import QUESTIONS, chat, prompt_ids
 
 pytestmark = pytest.mark.e2e

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 import requests
 
-from benchmark.server import REPEATABLE, Server
+from benchmark.server import REPEATABLE, Server, flush
 from sgl_vase import EvictionConfig
-from test.e2e.client import flush, gauge, generate, generate_all, post
+from test.e2e.client import gauge, generate, generate_all, post
 from test.e2e.texts import QUESTIONS, STORY, chat
 
 pytestmark = pytest.mark.e2e
