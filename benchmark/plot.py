@@ -78,16 +78,20 @@ def _cell(column: Callable[[list[Row]], str], rows: list[Row]) -> str:
         return "–"
 
 
+def size(row: Row) -> str:
+    return f"{row['requests']} x {row['tokens_out']} out, budget {row['budget']}"
+
+
 def grouped(rows: list[Row]) -> dict[str, dict[str, list[Row]]]:
     """Rows by scenario and variant; a scenario that was run at several sizes is several."""
-    sizes: dict[str, set[tuple[int, int]]] = {}
+    sizes: dict[str, set[str]] = {}
     for row in rows:
-        sizes.setdefault(row["scenario"], set()).add((row["budget"], row["tokens_out"]))
+        sizes.setdefault(row["scenario"], set()).add(size(row))
     found: dict[str, dict[str, list[Row]]] = {}
     for row in rows:
         name = row["scenario"]
         if len(sizes[name]) > 1:
-            name += f", {row['tokens_out']} out, budget {row['budget']}"
+            name += f", {size(row)}"
         found.setdefault(name, {}).setdefault(row["variant"], []).append(row)
     return found
 
@@ -142,27 +146,31 @@ def plots(rows: list[Row], out: Path) -> list[str]:
     """PNG files: throughput against the pool, concurrency and KV tokens over time. Their names."""
     names = []
     groups = grouped(rows)
-    bound = {name: group for name, group in groups.items() if name.startswith("memory-bound")}
-    if bound:
-        for variant in dict.fromkeys(v for group in bound.values() for v in group):
-            points = sorted(
-                (group[variant][0]["pool_tokens"], statistics.median(r["output_throughput"] for r in group[variant]))
-                for group in bound.values()
-                if variant in group
-            )
-            plt.plot(*zip(*points, strict=True), marker="o", label=variant)
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for group in groups.values():
+        for variant, measured in group.items():
+            if measured[0]["scenario"].startswith("memory-bound"):
+                rate = statistics.median(row["output_throughput"] for row in measured)
+                lines.setdefault(f"{variant}, {size(measured[0])}", []).append((measured[0]["pool_tokens"], rate))
+    for label, points in lines.items():
+        plt.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
+    if lines:
         plt.xscale("log", base=2)
         names.append("throughput-pool.png")
         _save(names[-1], out, "Throughput against the KV pool", "pool, tokens", "output tokens / s")
-    for name, column, label in (("concurrency.png", 1, "running requests"), ("kv-tokens.png", 2, "KV tokens in use")):
-        scenario = "memory-bound-1/4" if column == 1 else "one-request"
-        if scenario not in groups:
+    for file, column, scenario, label in (
+        ("concurrency.png", 1, "memory-bound-1/4", "running requests"),
+        ("kv-tokens.png", 2, "one-request", "KV tokens in use"),
+    ):
+        shown = [(name, group) for name, group in groups.items() if name.split(",")[0] == scenario]
+        if not shown:
             continue
-        for variant, measured in groups[scenario].items():
+        name, group = max(shown, key=lambda found: max(rows[0]["tokens_out"] for rows in found[1].values()))
+        for variant, measured in group.items():
             samples = measured[0]["samples"]
             plt.plot([s[0] for s in samples], [s[column] for s in samples], label=variant)
-        names.append(name)
-        _save(name, out, scenario, "seconds", label)
+        names.append(file)
+        _save(file, out, name, "seconds", label)
     return names
 
 

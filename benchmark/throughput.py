@@ -54,7 +54,9 @@ def evicting(policy: str, budget: int, name: str = "") -> Variant:
 
 
 PRODUCTION = Variant("stock", env=STOCK)
-MATCHED = Variant("stock, no radix cache or overlap", ("--disable-radix-cache", "--disable-overlap-schedule"), STOCK)
+MATCHED = Variant(
+    "stock without radix cache and overlap", ("--disable-radix-cache", "--disable-overlap-schedule"), STOCK
+)
 """The flags that other evicting ports of SGLang need."""
 OFF = Variant("eviction off")
 
@@ -79,10 +81,10 @@ def random_work(requests: int, tokens_in: int, tokens_out: int, ratio: float = 1
     )
 
 
-def scenarios(quick: bool, policies: Sequence[str], budget: int, long_out: int) -> dict[str, Scenario]:
+def scenarios(quick: bool, policies: Sequence[str], budget: int, long_out: int, batch: int) -> dict[str, Scenario]:
     """Every scenario by name; ``quick`` checks the plumbing with a few tokens."""
     ours = tuple(evicting(policy, budget) for policy in policies)
-    batch = 2 if quick else 8
+    batch = 2 if quick else batch
     tokens_in, out = (budget // 4, 8 * budget) if quick else (128, long_out)
     found: list[Scenario] = []
 
@@ -254,12 +256,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--variants", default="", help="run these variants only, comma separated, e.g. stock,vase")
     parser.add_argument("--budget", type=int, default=BUDGET)
     parser.add_argument("--long-out", type=int, default=4096, help="output tokens of the long scenarios")
+    parser.add_argument("--batch", type=int, default=8, help="requests at once; a queue is offered twice as many")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="a few tokens: the plumbing, not the speed")
     parser.add_argument("--server-flags", default="--device cpu --sleep-on-idle", help="flags of every server")
     args = parser.parse_args(argv)
 
-    table = scenarios(args.quick, args.policies.split(","), args.budget, args.long_out)
+    table = scenarios(args.quick, args.policies.split(","), args.budget, args.long_out, args.batch)
     on_request = ("paper-16k", "paper-32k")
     names = [n for n in table if n not in on_request] if args.scenarios == "all" else args.scenarios.split(",")
     if unknown := [name for name in names if name not in table]:
@@ -276,16 +279,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     rows = args.out / "rows.jsonl"
     repetitions = 1 if args.quick else args.repetitions
-    done = {
-        (row["scenario"], row["budget"], row["tokens_out"], row["variant"], row["repetition"])
-        for row in map(json.loads, rows.read_text().splitlines() if rows.exists() else ())
-    }
+    key = ("scenario", "budget", "requests", "tokens_out", "variant", "repetition")
+    lines = rows.read_text().splitlines() if rows.exists() else []
+    done = {tuple(row[name] for name in key) for row in map(json.loads, lines)}
     flags = (*args.server_flags.split(), "--enable-metrics", "--decode-log-interval", "10", "--random-seed", "1")
     identity = machine()
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(bar())
         turns = [(table[name], r, v) for name in names for r in range(repetitions) for v in table[name].variants]
-        turns = [(s, r, v) for s, r, v in turns if (s.name, args.budget, s.tokens_out, v.name, r) not in done]
+        turns = [
+            (s, r, v) for s, r, v in turns if (s.name, args.budget, s.requests, s.tokens_out, v.name, r) not in done
+        ]
         task = progress.add_task("throughput", total=len(turns))
         fleet = stack.enter_context(Fleet(args.model, SERVERS_AT_ONCE))
         for scenario, repetition, variant in turns:

@@ -25,8 +25,8 @@ ROWS = [
 
 def test_a_scenario_at_two_sizes_is_two_tables() -> None:
     assert list(plot.grouped(ROWS)) == [
-        "equal-batch, 2048 out, budget 256",
-        "equal-batch, 4096 out, budget 512",
+        "equal-batch, 8 x 2048 out, budget 256",
+        "equal-batch, 8 x 4096 out, budget 512",
         "ideal",
     ]
     assert list(plot.grouped(ROWS[:4])) == ["equal-batch"]
