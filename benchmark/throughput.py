@@ -34,7 +34,7 @@ import requests
 from benchmark.progress import bar
 from benchmark.server import Fleet, Server, flush
 
-BUDGET = 512
+BUDGET, QUICK_BUDGET = 512, 128
 SERVERS_AT_ONCE = 5
 STOCK = {"SGLANG_PLUGINS": "vase_cpu"}
 """Of this project, only the CPU platform is loaded: SGLang as it is."""
@@ -84,8 +84,10 @@ def random_work(requests: int, tokens_in: int, tokens_out: int, ratio: float = 1
 def scenarios(quick: bool, policies: Sequence[str], budget: int, long_out: int, batch: int) -> dict[str, Scenario]:
     """Every scenario by name; ``quick`` checks the plumbing with a few tokens."""
     ours = tuple(evicting(policy, budget) for policy in policies)
-    batch = 2 if quick else batch
-    tokens_in, out = (budget // 4, 8 * budget) if quick else (128, long_out)
+    # Quick: as many tokens as show a second request in a pool that holds one at its full length.
+    batch, tokens_in, out, half = (
+        (2, budget // 4, 3 * budget, 3 * budget) if quick else (batch, 128, long_out, long_out // 2)
+    )
     found: list[Scenario] = []
 
     def add(
@@ -100,11 +102,6 @@ def scenarios(quick: bool, policies: Sequence[str], budget: int, long_out: int, 
     add("one-request", roomy, 1, (tokens_in, out), (PRODUCTION, *ours))
     # Decode of the same batch at the physical length an evicting row has: a free, perfect eviction.
     add("ideal", roomy, batch, (budget, 64), (PRODUCTION,))
-    offered = batch * 2
-    long = tokens_in + out // 2
-    for share in (8, 4, 2, 1):
-        pool = max(offered * long // share, budget + 128) + 64
-        add(f"memory-bound-1/{share}", pool, offered, (tokens_in, out // 2), (PRODUCTION, MATCHED, *ours))
     group = ("--gsp-num-groups", "2", "--gsp-prompts-per-group", str(batch // 2 or 1), "--gsp-system-prompt-len", "512")
     gsp_out = budget if quick else budget * 2
     add(
@@ -121,11 +118,15 @@ def scenarios(quick: bool, policies: Sequence[str], budget: int, long_out: int, 
         "poisson",
         roomy,
         batch * 2,
-        (256, out // 2),
+        (256, half),
         (PRODUCTION, *ours),
-        *random_work(batch * 2, 256, out // 2, 0.25),
+        *random_work(batch * 2, 256, half, 0.25),
         *("--request-rate", "0.5"),
     )
+    offered = batch * 2
+    for share in (4,) if quick else (8, 4, 2, 1):
+        pool = max(offered * (tokens_in + half) // share, budget + 128) + 64
+        add(f"memory-bound-1/{share}", pool, offered, (tokens_in, half), (PRODUCTION, MATCHED, *ours))
     paper = [evicting(policy, t, f"{policy}, T {t}") for t in (2048, 4096, 6144) for policy in (*policies, "r-kv")]
     for thousand in (16, 32):
         add(f"paper-{thousand}k", None, 16, (256, thousand * 1024), (PRODUCTION, MATCHED, *paper))
@@ -254,13 +255,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--scenarios", default="all", help="names, comma separated, or all (but paper-16k, paper-32k)")
     parser.add_argument("--policies", default="vase-dkv,vase", help="policies to run beside stock")
     parser.add_argument("--variants", default="", help="run these variants only, comma separated, e.g. stock,vase")
-    parser.add_argument("--budget", type=int, default=BUDGET)
+    parser.add_argument("--budget", type=int, help=f"--eviction-budget (default: {BUDGET}, quick: {QUICK_BUDGET})")
     parser.add_argument("--long-out", type=int, default=4096, help="output tokens of the long scenarios")
     parser.add_argument("--batch", type=int, default=8, help="requests at once; a queue is offered twice as many")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="a few tokens: the plumbing, not the speed")
     parser.add_argument("--server-flags", default="--device cpu --sleep-on-idle", help="flags of every server")
     args = parser.parse_args(argv)
+    args.budget = args.budget or (QUICK_BUDGET if args.quick else BUDGET)
 
     table = scenarios(args.quick, args.policies.split(","), args.budget, args.long_out, args.batch)
     on_request = ("paper-16k", "paper-32k")

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.e2e
 
 
 def test_a_quick_run_ends_in_tables_and_plots(tiny: Path, tmp_path: Path) -> None:
-    command = ["--model", str(tiny), "--out", str(tmp_path), "--quick", "--budget", "128", "--policies", "vase-dkv"]
+    command = ["--model", str(tiny), "--out", str(tmp_path), "--quick", "--policies", "vase-dkv"]
     command += ["--scenarios", "memory-bound-1/4", "--variants", "stock,vase-dkv"]
     assert throughput.main(command) == 0
     raw = (tmp_path / "rows.jsonl").read_text()

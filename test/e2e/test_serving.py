@@ -217,6 +217,21 @@ def test_a_long_prompt_is_compacted_after_its_prefill(serve: Serve) -> None:
     flush(server.url)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("prefix", ["protect", "detach"])
+def test_six_thousand_prompt_tokens_decode_from_576_slots(serve: Serve, prefix: str) -> None:
+    flags = ("--eviction", "vase", "--eviction-budget", "512", "--eviction-prefill", "on", "--eviction-prefix", prefix)
+    server = serve(*flags, "--chunked-prefill-size", "2048")
+    flush(server.url)
+    prompt = [(7 * i + i * i) % 40000 + 100 for i in range(6000)]
+    for new_tokens, held in ((1, 6000), (2, 512), (66, 576), (130, 576)):
+        answer = generate(server.url, prompt, new_tokens)["meta_info"]
+        assert answer["prompt_tokens"] == 6000
+        assert answer["eviction"]["kv_tokens"] <= held, f"{new_tokens} new tokens"
+        assert bool(answer["eviction"]["evictions"]) == (new_tokens > 1)
+        flush(server.url)
+
+
 def test_long_private_prompt(serve: Serve) -> None:
     """Without a radix cache a long prompt is the request's own: it is compacted at the first decode steps."""
     server = serve(*UNSHARED)
