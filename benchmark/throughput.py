@@ -1,6 +1,6 @@
 """Throughput and memory of serving with eviction against the full cache.
 
-    python -m benchmark.throughput --model DIR --scenarios equal-batch,memory-bound --out DIR [--quick]
+    python -m benchmark.throughput --model DIR --scenarios equal-batch,memory-bound-1/4 --out DIR [--quick]
 
 Real servers, driven one at a time by SGLang's own client with equal work (``ignore_eos``, fixed seeds). The
 variants of a scenario stay up together and take turns (A B C A B C ...), so that a drifting machine hits all
@@ -112,6 +112,8 @@ def scenarios(quick: bool, policies: Sequence[str], budget: int, long_out: int, 
         (PRODUCTION, *ours),
         *("--dataset-name", "generated-shared-prefix", *group),
         *("--gsp-question-len", "64", "--gsp-output-len", str(gsp_out), "--num-prompts", str(batch)),
+        # All at once, none would find another's prefix in the tree.
+        *("--request-rate", "0.25"),
     )
     add("short-outputs", roomy, batch * 2, (128, 64 if quick else 192), (PRODUCTION, OFF, *ours))
     add(
