@@ -159,9 +159,10 @@ class Graded:
     def _tool(self) -> tuple[Any, Any]:
         try:
             from sgl_eval import registry, types
-        except ImportError as error:
+
+            return registry.get(self.paper.spec), types
+        except (ImportError, KeyError) as error:  # without its own dependencies it knows no task
             raise InputError(f"--task {self.name}: pip install 'sgl-eval==0.1.3' ({error})") from error
-        return registry.get(self.paper.spec), types
 
     def _run(self, answer: Callable[[list[dict[str, str]]], str], examples: list[Any] | None, n: int | None) -> Any:
         spec, types = self._tool

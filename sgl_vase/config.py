@@ -88,6 +88,9 @@ class EvictionConfig:
             raise ValueError(
                 f"--eviction-config {path}: unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}"
             )
+        asked, named = overrides.get("policy"), data.get("policy")
+        if asked and named and policy_class(asked) is not policy_class(named):
+            raise ValueError(f"--eviction-config {path} is for {named}, --eviction says {asked}: change one of them")
         return cls(**{**data, **{k: v for k, v in overrides.items() if v is not None}})
 
     def as_dict(self) -> dict[str, Any]:

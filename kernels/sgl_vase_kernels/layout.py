@@ -12,11 +12,17 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 Layout = Literal["NHD", "HND"]
+
+
+def upload(values: Sequence[Any], device: torch.device) -> torch.Tensor:
+    """Host integers as int64 on ``device``, from pinned memory: the host does not wait."""
+    host = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,8 @@ def capture_queries(
     runtime = scheduler.runtime()
     ring = runtime.ring
     assert ring is not None
-    if runtime.capture is False or forward_batch.forward_mode.is_idle():
+    capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()  # also when graphs are captured again
+    if (runtime.capture is False and not capturing) or forward_batch.forward_mode.is_idle():
         return
     q = q.view(-1, layer.tp_q_head_num, layer.head_dim)
     if forward_batch.forward_mode.is_decode():

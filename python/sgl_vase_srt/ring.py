@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from sgl_vase_kernels import upload
 
 
 class QueryRing:
@@ -69,7 +70,6 @@ class QueryRing:
         """Bring the device's slot table up to date. Call on the forward stream."""
         if not self._moves:
             return
-        rows, slots = torch.tensor([*self._moves.items()], dtype=torch.int64).unbind(1)
-        device = self.table.device
-        self.table[rows.to(device, non_blocking=True)] = slots.to(device, non_blocking=True)
+        rows, slots = upload([*self._moves.items()], self.table.device).unbind(1)
+        self.table[rows] = slots
         self._moves.clear()

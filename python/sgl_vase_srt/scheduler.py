@@ -16,7 +16,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sgl_vase_kernels import KVPool, QueryWindow, Rows, ops
+from sgl_vase_kernels import KVPool, QueryWindow, Rows, ops, upload
 
 from sgl_vase import EvictionConfig, Policy, Round, RowPlan, policy_class
 from sgl_vase.policy import FIRST_POSITIONS
@@ -34,6 +34,11 @@ if TYPE_CHECKING:
     from sgl_vase_srt.metrics import Counters
 
 logger = logging.getLogger(__name__)
+
+WORKSPACE = 256 << 20
+"""Bytes that one launch's temporaries may take beside the KV pool; more due rows are moved in several."""
+LONG_ROW = 4096 + 1024
+"""A row that selection walks in blocks."""
 
 
 @dataclass
@@ -101,6 +106,11 @@ class Runtime:
     ``window_tokens`` of an extend."""
     _pending: list[_Due] = field(default_factory=list)
 
+    @property
+    def _most_candidates(self) -> int:
+        """Of one launch: what ``WORKSPACE`` holds of scores, reserve scores and survivors' indices."""
+        return WORKSPACE // (16 * self.pool.layers * self.pool.heads)
+
     # ------------------------------------------------------------------ plan
 
     def plan(self, batch: ScheduleBatch) -> None:
@@ -130,11 +140,10 @@ class Runtime:
                 cuts[i] = self._cut(req, state, plan, batch, copy)
         if not cuts:
             return
-        delta = torch.zeros(len(batch.reqs), dtype=batch.seq_lens.dtype)
-        delta[list(cuts)] = torch.tensor(list(cuts.values()), dtype=delta.dtype)
+        delta = [cuts.get(i, 0) for i in range(len(batch.reqs))]
         # New tensors: the previous forward may still read the old ones.
-        batch.seq_lens = batch.seq_lens - delta.to(batch.seq_lens.device, non_blocking=True)
-        batch.seq_lens_cpu = batch.seq_lens_cpu - delta.to(batch.seq_lens_cpu.dtype)
+        batch.seq_lens = batch.seq_lens - upload(delta, batch.seq_lens.device).to(batch.seq_lens.dtype)
+        batch.seq_lens_cpu = batch.seq_lens_cpu - torch.tensor(delta, dtype=batch.seq_lens_cpu.dtype)
         batch.seq_lens_sum = None
 
     def _window_full(self, state: RequestState, req: Req) -> bool:
@@ -218,8 +227,13 @@ class Runtime:
         if not due:
             return
         begin = time.perf_counter()
-        # A copy may go to slots that an earlier cut gave back: that cut is moved first.
-        starts = [i for i, d in enumerate(due) if i == 0 or d.copy is not None]
+        starts, candidates = [0], 0
+        for i, d in enumerate(due):
+            candidates += d.plan.length - d.plan.protected
+            # A copy may go to slots that an earlier cut gave back: that cut is moved first.
+            if i and (d.copy is not None or candidates > self._most_candidates):
+                starts.append(i)
+                candidates = d.plan.length - d.plan.protected
         for start, stop in zip(starts, [*starts[1:], len(due)], strict=True):
             if (copy := due[start].copy) is not None:
                 ops.copy_slots(self.pool, *copy)
@@ -258,6 +272,33 @@ class Runtime:
         if self.trace is not None:
             self.trace.write([d.req.rid for d in due], self.pool, rows, kept)
 
+    def warm_up(self) -> None:
+        """One round over the empty pool for each size of row that a kernel is built for.
+
+        A server that compiles at its first round stalls every request, and what the kernels do not take would
+        end it there.
+        """
+        longest = self.config.footprint()
+        lengths = [longest, *(n for n in (2**i for i in range(7, 31)) if self.config.private_floor < n < longest)]
+        if self.capacity > LONG_ROW and longest <= LONG_ROW:
+            lengths.append(LONG_ROW)
+        device, buffer = self.pool.device, self.config.buffer
+        for length in lengths:
+            keep = (length - buffer + 1) // 2
+            zero = (0,)
+            rows = Rows(
+                # Slot 0 is the padding's; page 0 of paged pools is its own.
+                torch.arange(self.page_size, self.page_size + length, device=device),
+                *((length,), buffer, zero, (keep,), (keep // 4,), zero, zero, zero, zero),
+            )
+            queries = None
+            if self.ring is not None:
+                queries = QueryWindow(self.ring.data, zero, (length,), (buffer,), self.scale)
+            kept = self.policy.select(Round(self.pool, rows, queries, self.state))
+            ops.compact(self.pool, rows, kept, keep_order=self.policy.needs_order)
+        if self.state is not None:
+            self.state.zero_()
+
     # ---------------------------------------------------------------- window
 
     def window_tokens(
@@ -292,10 +333,7 @@ class Runtime:
             return None
         self.ring.flush()
         device = self.pool.device
-        return tuple(  # type: ignore[return-value]
-            torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
-            for values in (index, slots, positions)
-        )
+        return upload(index, device), upload(slots, device), upload(positions, device)
 
     def _prefill_window(
         self, req: Req, state: RequestState, prefix: int, extend: int, batch: ScheduleBatch
@@ -445,6 +483,8 @@ def attach(_: None, worker: TpModelWorker, *args: Any, **kwargs: Any) -> None:
         trace=Trace.from_environment(get_parallel().tp_rank),
         state=torch.zeros(pool.layers, pool.heads, pool.slots, device=pool.device) if policy.needs_state else None,
     )
+    if ops.backend(pool.device) == "triton":
+        _runtime.warm_up()
     logger.info(
         "KV eviction is on: %s, %s kernels. The pool's %d tokens hold %d requests of at most %d tokens each; "
         "query ring: %d slots, %.1f MiB",

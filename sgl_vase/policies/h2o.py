@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import torch
-from sgl_vase_kernels import ops
+from sgl_vase_kernels import ops, upload
 
 from sgl_vase.policy import Policy, Round
 
@@ -41,10 +41,9 @@ class H2O(Policy):
 def _leading(starts: tuple[int, ...], counts: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Indices of the first ``counts[r]`` entries of each row."""
     indices = itertools.chain.from_iterable(range(s, s + n) for s, n in zip(starts, counts, strict=False))
-    return torch.tensor(list(indices), dtype=torch.int64, device=device)
+    return upload(list(indices), device)
 
 
 def _spread(values: tuple[int, ...], counts: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """``values[r]`` repeated ``counts[r]`` times."""
-    repeats = torch.tensor(counts, device=device)
-    return torch.tensor(values, device=device).repeat_interleave(repeats, output_size=sum(counts))
+    return upload(values, device).repeat_interleave(upload(counts, device), output_size=sum(counts))

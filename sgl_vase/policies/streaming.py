@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from sgl_vase_kernels import ops
+from sgl_vase_kernels import ops, upload
 
 from sgl_vase.policy import Policy, Round
 
@@ -16,8 +16,8 @@ class Streaming(Policy):
 
     def select(self, round: Round) -> torch.Tensor:
         pool, rows = round.pool, round.rows
-        starts = torch.tensor(rows.candidate_indptr[:-1], device=pool.device)
-        counts = torch.tensor(rows.candidates, device=pool.device)
+        starts = upload(rows.candidate_indptr[:-1], pool.device)
+        counts = upload(rows.candidates, pool.device)
         total = rows.candidate_indptr[-1]
         age = torch.arange(total, device=pool.device) - starts.repeat_interleave(counts, output_size=total)
         score = age.float().expand(pool.layers, pool.heads, -1).contiguous()

@@ -91,7 +91,7 @@ def test_what_triton_does_not_take(monkeypatch):
             host.side(KVPool.from_slots(x, x), "k")
     n = host.MAX_CANDIDATES + 1
     row = Rows(torch.zeros(n, dtype=torch.int64), (n,), 0, (0,), (1,), (0,), (0,), (0,), (0,), (0,))
-    with pytest.raises(ValueError, match="131073 candidates"):
+    with pytest.raises(ValueError, match="1048577 candidates"):
         host.row_metadata(pool, row)
     with pytest.raises(ValueError, match="at most 65535 rows"):
         host.launch(None, (1, 65_536, 1))

@@ -139,3 +139,11 @@ def test_a_growing_row_stays_within_its_footprint(config, protected, private):
         assert since in (None, config.buffer)
         length, since, rounds = plan.target, 0, rounds + 1
     assert rounds >= 3
+
+
+def test_a_file_for_another_policy_is_refused(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text('{"policy": "vase-dkv", "budget": 512}')
+    assert EvictionConfig.from_json(file, policy="vase-dkv").budget == 512
+    with pytest.raises(ValueError, match="is for vase-dkv, --eviction says snapkv"):
+        EvictionConfig.from_json(file, policy="snapkv")

@@ -10,9 +10,10 @@ import pytest
 import torch
 from sgl_vase_kernels import KVPool
 from sgl_vase_srt import scheduler
+from sgl_vase_srt.ring import QueryRing
 from sgl_vase_srt.scheduler import Runtime
 
-from sgl_vase import EvictionConfig, policy_class
+from sgl_vase import EvictionConfig, policy_class, policy_names
 
 CONFIG = EvictionConfig(policy="random", budget=12, buffer=4, min_private=8)
 
@@ -48,8 +49,12 @@ def request(rid: str, row: int = 0, length: int = 0, prompt: int = 2) -> Any:
     return req
 
 
-def test_sixty_four_rows_due_at_the_same_step(runtime: Runtime) -> None:
+@pytest.mark.parametrize("workspace", [scheduler.WORKSPACE, 16 * 50], ids=["one launch", "three rows a launch"])
+def test_sixty_four_rows_due_at_the_same_step(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, workspace: int
+) -> None:
     """All are cut at once, each to its own survivors; nobody's length or position goes below what it holds."""
+    monkeypatch.setattr(scheduler, "WORKSPACE", workspace)
     reqs = [request(f"r{i}", i, 16) for i in range(64)]
     freed: list[tuple[int, int]] = []
     tree = SimpleNamespace(free_kv_row=lambda kv, spans: freed.extend((kv.req_pool_idx, *span) for span in spans))
@@ -69,6 +74,30 @@ def test_sixty_four_rows_due_at_the_same_step(runtime: Runtime) -> None:
         assert len({*held}) == 12 and all(0 <= slot < 16 for slot in held)
         chosen.add(tuple(held))
     assert len(chosen) > 32, "the draws are each request's own"
+
+
+@pytest.mark.parametrize("name", policy_names())
+def test_warming_up_leaves_nothing_behind(name: str) -> None:
+    """Every policy takes the synthetic rows, and what an earlier round would leave is not there."""
+    config = EvictionConfig(policy=name, budget=300, buffer=16)
+    policy = policy_class(name)()
+    buffers = [torch.zeros(6000, 2, 16) for _ in range(4)]
+    pool = KVPool.from_slots(buffers[:2], buffers[2:])
+    ring = QueryRing(
+        **{"layers": 2, "slots": 3, "window": 16, "q_heads": 4, "dim": 16, "rows": 4, "dtype": torch.float32},
+        device=pool.device,
+    )
+    state = torch.zeros(2, 2, 6000) if policy.needs_state else None
+    used = ring if policy.needs_queries else None
+    rows = torch.zeros(4, 8, dtype=torch.int32)
+    runtime = Runtime(config, policy, pool, rows, 1, 6000, 0.25, used, state)
+    chosen: list[torch.Tensor] = []
+    select = policy.select
+    policy.select = lambda round: chosen.append(select(round)) or chosen[-1]  # type: ignore[method-assign]
+    runtime.warm_up()
+    assert [kept.shape for kept in chosen] == [(2, 2, (n - 16 + 1) // 2) for n in (316, 256, scheduler.LONG_ROW)]
+    assert state is None or not state.any()
+    assert runtime.totals.evictions == 0 and not any(buffer.any() for buffer in buffers)
 
 
 @pytest.mark.parametrize("announced", [True, False], ids=["decode", "pause"])

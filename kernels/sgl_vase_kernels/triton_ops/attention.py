@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sgl_vase_kernels.layout import KVPool, QueryWindow, Rows
+from sgl_vase_kernels.layout import KVPool, QueryWindow, Rows, upload
 from sgl_vase_kernels.triton_ops.device import (
     CANDIDATES,
     FLOAT_MAX,
@@ -28,7 +28,6 @@ from sgl_vase_kernels.triton_ops.host import (
     row_metadata,
     side,
     tiles,
-    upload,
 )
 
 

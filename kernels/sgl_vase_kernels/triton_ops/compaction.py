@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sgl_vase_kernels.layout import KVPool, Rows
+from sgl_vase_kernels.layout import KVPool, Rows, upload
 from sgl_vase_kernels.triton_ops.device import (
     CANDIDATES,
     KEEP,
@@ -16,7 +16,7 @@ from sgl_vase_kernels.triton_ops.device import (
     row_field,
     vector_offset,
 )
-from sgl_vase_kernels.triton_ops.host import assert_on_device, debugging, launch, row_metadata, side, upload
+from sgl_vase_kernels.triton_ops.host import assert_on_device, debugging, launch, row_metadata, side
 
 
 @triton.jit

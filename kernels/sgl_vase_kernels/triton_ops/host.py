@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from sgl_vase_kernels.layout import KVPool, Rows
+from sgl_vase_kernels.layout import KVPool, Rows, upload
 
 MAX_DIM = 256
-MAX_CANDIDATES = 131_072
+MAX_CANDIDATES = 2**20
 GRID_LIMIT = 65_535
 
 _FORMATS = {
@@ -56,12 +56,6 @@ def capability(device: torch.device) -> tuple[int, int]:
     if Target.capability is not None:
         return Target.capability
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-
-
-def upload(values: Sequence[Any], device: torch.device) -> torch.Tensor:
-    """Host integers as int64 on ``device``; the host does not wait."""
-    host = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True)
 
 
 @lru_cache(maxsize=64)

@@ -48,10 +48,10 @@ def test_select(kind, options):
     assert different <= (1 if options["race"] else 0), (actual, expected)
 
 
-@pytest.mark.parametrize("race", [False, True])
-def test_select_of_long_rows(race):
+@pytest.mark.parametrize(("n", "race"), [(9000, False), (9000, True), (150_000, False)])
+def test_select_of_long_rows(n, race):
     """Longer than one block: keys are computed again in every pass."""
-    n, keep = 9000, 4100
+    keep = 4100
     pool = KVPool.from_slots([torch.zeros(1, 1, 16)], [torch.zeros(1, 1, 16)])
     one = {
         "first": (3,),
