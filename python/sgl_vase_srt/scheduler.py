@@ -227,13 +227,15 @@ class Runtime:
         if not due:
             return
         begin = time.perf_counter()
-        starts, candidates = [0], 0
+        starts: list[int] = []
+        room = 0
         for i, d in enumerate(due):
-            candidates += d.plan.length - d.plan.protected
+            candidates = d.plan.length - d.plan.protected
+            room -= candidates
             # A copy may go to slots that an earlier cut gave back: that cut is moved first.
-            if i and (d.copy is not None or candidates > self._most_candidates):
+            if not starts or d.copy is not None or room < 0:
                 starts.append(i)
-                candidates = d.plan.length - d.plan.protected
+                room = self._most_candidates - candidates
         for start, stop in zip(starts, [*starts[1:], len(due)], strict=True):
             if (copy := due[start].copy) is not None:
                 ops.copy_slots(self.pool, *copy)
