@@ -152,7 +152,13 @@ class Server:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.stop()
+        try:
+            if isinstance(error, requests.ConnectionError) and self._process is not None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(timeout=5)
+                    raise ServerError(f"the server ended by itself; the end of its log:\n{self._tail()}") from error
+        finally:
+            self.stop()
 
     def _wait_until_ready(self, timeout: float, on_wait: Callable[[float], None]) -> None:
         begin = time.monotonic()

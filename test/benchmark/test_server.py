@@ -1,11 +1,14 @@
-"""What is left when a test run dies."""
+"""What is left when a test run dies, and what is said when a server does."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
+import pytest
+import requests
 
 from benchmark import server
 
@@ -30,3 +33,13 @@ def test_a_server_does_not_outlive_its_owner() -> None:
         psutil.wait_procs([child], timeout=10)
         assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
         guard.wait(timeout=10)
+
+
+def test_a_server_that_dies_under_a_request_says_why(tmp_path: Path) -> None:
+    gone = server.Server("model", log=tmp_path / "log.txt")
+    gone.log_path.write_text("the scheduler was killed")
+    gone._process = subprocess.Popen(["true"], start_new_session=True)
+    with pytest.raises(server.ServerError, match="the scheduler was killed"), gone:
+        raise requests.ConnectionError("connection reset")
+    with pytest.raises(server.ServerError, match="not running"):
+        _ = gone.pid
