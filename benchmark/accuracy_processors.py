@@ -17,9 +17,13 @@ ENV = {"PYTHONPATH": str(Path(__file__).parents[1])}
 
 
 def _step(params: dict[str, Any]) -> int:
-    """How often the request was here before; the dictionary lives as long as the request."""
-    params["step"] = params.get("step", -1) + 1
-    return int(params["step"])
+    """How many tokens of the request were decided here before; the dictionary lives as long as the request.
+
+    The logits of a prompt's chunks decide nothing until the last: SGLang drops their token.
+    """
+    request, step = params["__req__"], params.get("step", 0)
+    params["step"] = step + (request.extend_end >= len(request.full_untruncated_fill_ids))
+    return int(step)
 
 
 class Seeded(CustomLogitProcessor):  # type: ignore[misc]

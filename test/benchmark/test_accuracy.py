@@ -9,18 +9,23 @@ import argparse
 import json
 import math
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import requests
 import torch
 
 from benchmark import accuracy, accuracy_report, pages, retrieval
-from benchmark.accuracy_processors import Forced, Seeded
+from benchmark.accuracy_processors import ENV, FLAGS, Forced, Seeded
 from benchmark.accuracy_report import loops
-from benchmark.accuracy_tasks import InputError, task
+from benchmark.accuracy_tasks import REASONING_MODEL, InputError, task
 from benchmark.reasoning import task as programs
+from benchmark.server import Server
+from benchmark.throughput import STOCK
 
 
 def rows_of(shares: dict[str, list[int]], **common: object) -> list[dict]:
@@ -285,9 +290,14 @@ def test_published_figures_stand_beside_ours():
     assert "not measured here: SeerAttention-R 58.6, vase-dkv 57.3" in text.replace("\n", " ")
 
 
+def asked(chunks: int = 1, **params: object) -> dict[str, object]:
+    """A request's parameters as a logit processor gets them; its prompt still has ``chunks`` chunks to go."""
+    return {**params, "__req__": SimpleNamespace(extend_end=1, full_untruncated_fill_ids=range(chunks))}
+
+
 def drawn(logits: list[float], seeds: list[object], temperature: float, top_p: float, steps: int = 1) -> list[int]:
     """Tokens that ``Seeded`` chooses for one request a seed, all with the same logits."""
-    params = [{"seed": seed, "temperature": temperature, "top_p": top_p} for seed in seeds]
+    params = [asked(seed=seed, temperature=temperature, top_p=top_p) for seed in seeds]
     for _ in range(steps):
         out = Seeded()(torch.tensor([logits] * len(seeds)), params)
         assert (out == 0).sum(-1).tolist() == [1] * len(seeds) and (out.exp().sum(-1) == 1).all()
@@ -319,12 +329,22 @@ def test_seeded_draws_depend_on_seed_and_step_alone():
 
 def test_forced_tokens_leave_the_rest_to_the_model():
     forced = Forced()
-    params = [{"forced": [2, None, 0]}, {"forced": [None, 1]}]
+    params = [asked(forced=[2, None, 0]), asked(forced=[None, 1])]
     logits = torch.tensor([[0.0, 3.0, 1.0], [0.0, 1.0, 3.0]])
     assert forced(logits.clone(), params).argmax(-1).tolist() == [2, 2]
     # The second request may run in another batch.
     assert forced(logits[:1].clone(), params[:1]).argmax(-1).tolist() == [1]
     assert forced(logits.clone(), params).argmax(-1).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 5])
+def test_chunks_of_a_prompt_do_not_count_as_tokens(chunks):
+    params = asked(chunks, forced=[2, 0])
+    forced, logits = Forced(), torch.zeros(1, 3)
+    for end in range(1, chunks + 1):
+        params["__req__"].extend_end = end
+        assert forced(logits.clone(), [params]).argmax() == 2
+    assert forced(logits.clone(), [params]).argmax() == 0
 
 
 @pytest.fixture(scope="module")
@@ -376,6 +396,22 @@ def test_the_shipped_model_reasons(tmp_path):
     chosen = accuracy_report.grouped(rows)["reasoning"]
     assert accuracy_report.pass_at_1(chosen.pop(accuracy_report.FULL))[0] >= 0.9
     assert chosen and all(row["evictions"] for found in chosen.values() for row in found)
+
+
+@pytest.mark.e2e
+def test_forced_tokens_of_a_prompt_in_chunks():
+    """Several requests, whose prompts of one to four chunks end in different steps."""
+    flags = (*accuracy.SERVER_FLAGS.split(), *FLAGS, "--chunked-prefill-size", "64", "--disable-radix-cache")
+    with Server(REASONING_MODEL, flags, env={**ENV, **STOCK}) as server, ThreadPoolExecutor(8) as clients:
+
+        def ask(length: int) -> list[int]:
+            forced = [3 + (length + i) % 20 for i in range(12)]
+            sampling = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 12, "custom_params": {"forced": forced}}
+            body = {"input_ids": [5] * length, "sampling_params": sampling, "custom_logit_processor": Forced.to_str()}
+            assert requests.post(server.url + "/generate", json=body, timeout=600).json()["output_ids"] == forced
+            return forced
+
+        assert len(list(clients.map(ask, (1, 60, 64, 65, 130, 200, 250, 255)))) == 8
 
 
 @pytest.mark.e2e
