@@ -9,9 +9,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
@@ -180,7 +180,7 @@ def main(argv: list[str] | None = None) -> int:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "triton": triton.__version__,
-        "date": datetime.now(timezone.utc).date().isoformat(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
     }
     results: list[Result] = []
     for model in (MODELS[name] for name in args.models.split(",")):

@@ -57,7 +57,10 @@ COLUMNS: dict[str, Callable[[list[Row]], str]] = {
         f"{statistics.median(row['evicted_requests'] / row['requests'] for row in rows):.0%}"
     ),
     "in rounds, s": lambda rows: spread([row["eviction_seconds"] for row in rows], 2),
-    "cached tokens": lambda rows: f"{statistics.median(row['cached_tokens'] for row in rows):.0f}",
+    "cached tokens (of the prompts')": lambda rows: (
+        f"{statistics.median(row['cached_tokens'] for row in rows):.0f}"
+        f" ({statistics.median(row['cached_tokens'] / row['prompt_tokens'] for row in rows):.0%})"
+    ),
     "retractions": lambda rows: f"{max(row['retractions'] for row in rows):.0f}",
     "peak RSS GiB": lambda rows: f"{max(row['peak_rss_mib'] for row in rows) / 1024:.1f}",
     "peak GPU GiB": lambda rows: f"{most / 1024:.1f}" if (most := max(row["peak_gpu_mib"] for row in rows)) else "–",

@@ -34,7 +34,7 @@ import requests
 from benchmark.progress import bar
 from benchmark.server import Fleet, Server, flush
 
-BUDGET, QUICK_BUDGET = 512, 128
+BUDGET, QUICK_BUDGET = 512, 64
 SERVERS_AT_ONCE = 5
 STOCK = {"SGLANG_PLUGINS": "vase_cpu"}
 """Of this project, only the CPU platform is loaded: SGLang as it is."""
@@ -83,10 +83,11 @@ def random_work(requests: int, tokens_in: int, tokens_out: int, ratio: float = 1
 
 def scenarios(quick: bool, policies: Sequence[str], budget: int, long_out: int, batch: int) -> dict[str, Scenario]:
     """Every scenario by name; ``quick`` checks the plumbing with a few tokens."""
-    ours = tuple(evicting(policy, budget) for policy in policies)
+    compared = (PRODUCTION, MATCHED, *(evicting(policy, budget) for policy in policies))
+    with_off = (*compared, OFF)
     # Quick: as many tokens as show a second request in a pool that holds one at its full length.
     batch, tokens_in, out, half = (
-        (2, budget // 4, 3 * budget, 3 * budget) if quick else (batch, 128, long_out, long_out // 2)
+        (2, budget // 4, 4 * budget, 4 * budget) if quick else (batch, 128, long_out, long_out // 2)
     )
     found: list[Scenario] = []
 
@@ -97,38 +98,39 @@ def scenarios(quick: bool, policies: Sequence[str], budget: int, long_out: int, 
         found.append(Scenario(name, pool, work, n, variants, *tokens))
 
     roomy = batch * (tokens_in + out + 64) + 1024
-    add("equal-batch", roomy, batch, (tokens_in, out), (PRODUCTION, MATCHED, OFF, *ours))
+    add("equal-batch", roomy, batch, (tokens_in, out), with_off)
     # KV tokens over time: the flat line.
-    add("one-request", roomy, 1, (tokens_in, out), (PRODUCTION, *ours))
+    add("one-request", roomy, 1, (tokens_in, out), compared)
     # Decode of the same batch at the physical length an evicting row has: a free, perfect eviction.
     add("ideal", roomy, batch, (budget, 64), (PRODUCTION,))
-    group = ("--gsp-num-groups", "2", "--gsp-prompts-per-group", str(batch // 2 or 1), "--gsp-system-prompt-len", "512")
+    groups = 2 if batch > 2 and batch % 2 == 0 else 1
+    group = ("--gsp-num-groups", str(groups), "--gsp-prompts-per-group", str(batch // groups))
     gsp_out = budget if quick else budget * 2
     add(
         "shared-prefix",
         roomy,
         batch,
         (512 + 64, gsp_out),
-        (PRODUCTION, *ours),
-        *("--dataset-name", "generated-shared-prefix", *group),
+        compared,
+        *("--dataset-name", "generated-shared-prefix", "--gsp-system-prompt-len", "512", *group),
         *("--gsp-question-len", "64", "--gsp-output-len", str(gsp_out), "--num-prompts", str(batch)),
         # All at once, none would find another's prefix in the tree.
         *("--request-rate", "0.25"),
     )
-    add("short-outputs", roomy, batch * 2, (128, 64 if quick else 192), (PRODUCTION, OFF, *ours))
+    add("short-outputs", roomy, batch * 2, (128, 64 if quick else 192), with_off)
     add(
         "poisson",
         roomy,
         batch * 2,
         (256, half),
-        (PRODUCTION, *ours),
+        compared,
         *random_work(batch * 2, 256, half, 0.25),
         *("--request-rate", "0.5"),
     )
     offered = batch * 2
     for share in (4,) if quick else (8, 4, 2, 1):
         pool = max(offered * (tokens_in + half) // share, budget + 128) + 64
-        add(f"memory-bound-1/{share}", pool, offered, (tokens_in, half), (PRODUCTION, MATCHED, *ours))
+        add(f"memory-bound-1/{share}", pool, offered, (tokens_in, half), compared)
     paper = [evicting(policy, t, f"{policy}, T {t}") for t in (2048, 4096, 6144) for policy in (*policies, "r-kv")]
     for thousand in (16, 32):
         add(f"paper-{thousand}k", None, 16, (256, thousand * 1024), (PRODUCTION, MATCHED, *paper))
@@ -264,6 +266,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="a few tokens: the plumbing, not the speed")
     parser.add_argument("--server-flags", default="--device cpu --sleep-on-idle", help="flags of every server")
     args = parser.parse_args(argv)
+    from benchmark import plot  # needs matplotlib: found missing before the runs, not after
+
     args.budget = args.budget or (QUICK_BUDGET if args.quick else BUDGET)
 
     table = scenarios(args.quick, args.policies.split(","), args.budget, args.long_out, args.batch)
@@ -320,8 +324,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 file.write(json.dumps(row) + "\n")
             progress.advance(task)
     (args.out / "client.jsonl").unlink(missing_ok=True)
-    from benchmark import plot
-
     return plot.main([str(args.out)])
 
 

@@ -18,7 +18,6 @@ import platform
 import random
 import time
 from dataclasses import asdict, dataclass, field
-from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -240,7 +239,7 @@ class Trainer:
 
 
 def _today() -> str:
-    return datetime.now(timezone.utc).strftime("%Y-%m-%d")
+    return time.strftime("%Y-%m-%d", time.gmtime())
 
 
 @torch.inference_mode()

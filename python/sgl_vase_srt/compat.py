@@ -136,7 +136,7 @@ SERVER = (
         lambda view: view.attn_dp_size > 1 or view.enable_dp_attention,
         "a rank's decode step may run as a prefill, for which eviction has no logical lengths",
         "use --tp-size",
-        limit="above 1",
+        limit="above 1, or --enable-dp-attention",
         also=("enable_dp_attention",),
     ),
     _width("--dwdp-size", "it turns on data-parallel attention", "use --tp-size"),
@@ -151,7 +151,7 @@ SERVER = (
     _width(
         "--tokenizer-worker-num", "the workers do not load plugins, so answers would not say what was evicted", "use 1"
     ),
-    _switch("--smg-grpc-mode", _NO_TOKENIZER_MANAGER, "use HTTP", also=("grpc_mode",)),
+    _switch("--smg-grpc-mode", _NO_TOKENIZER_MANAGER, "use HTTP", limit="or --grpc-mode", also=("grpc_mode",)),
     _other("--disaggregation-mode", "null", _BY_TOKEN, "serve in one server"),
     _switch("--disaggregation-decode-enable-offload-kvcache", _BY_TOKEN),
     Refusal(
@@ -196,7 +196,7 @@ SERVER = (
         lambda view: not _attention_backends(view) <= {*ATTENTION_BACKENDS},
         "it keeps KV in a form of its own, or nobody checked that it goes by the shortened length",
         f"use {', '.join(ATTENTION_BACKENDS)}",
-        limit="(chosen or default) not in the list",
+        limit="or the one for prefill or decode (chosen or default) not in the list",
         also=("prefill_attention_backend", "decode_attention_backend"),
     ),
     Refusal(
@@ -243,6 +243,7 @@ SERVER = (
         lambda view: bool(view.enable_lora or view.lora_paths),
         "adapters have not been run with eviction",
         "merge the adapter into the weights",
+        limit="or --lora-paths",
         also=("lora_paths",),
     ),
     Refusal(

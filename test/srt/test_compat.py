@@ -116,7 +116,9 @@ def test_each_conflict_is_refused_by_name_reason_and_remedy(refusal: compat.Refu
 
 def test_one_sentence_names_every_conflict() -> None:
     view = SimpleNamespace(**defaults() | CONFLICTS["--pp-size"] | CONFLICTS["--enable-lora"])
-    with pytest.raises(compat.Unsupported, match=r"^--eviction .*--pp-size above 1, .*; --enable-lora, .*\)$"):
+    with pytest.raises(
+        compat.Unsupported, match=r"^--eviction .*--pp-size above 1, .*; --enable-lora or --lora-paths, .*\)$"
+    ):
         compat.check_server_args(view)
 
 
