@@ -49,8 +49,8 @@ class Variant:
     env: dict[str, str] = field(default_factory=dict)
 
 
-def evicting(policy: str, budget: int, name: str = "") -> Variant:
-    return Variant(name or policy, ("--eviction", policy, "--eviction-budget", str(budget)))
+def evicting(policy: str, budget: int, name: str = "", flags: tuple[str, ...] = ()) -> Variant:
+    return Variant(name or policy, ("--eviction", policy, "--eviction-budget", str(budget), *flags))
 
 
 PRODUCTION = Variant("stock", env=STOCK)
@@ -83,11 +83,12 @@ def random_work(requests: int, tokens_in: int, tokens_out: int, ratio: float = 1
 
 def scenarios(quick: bool, policies: Sequence[str], budget: int, long_out: int, batch: int) -> dict[str, Scenario]:
     """Every scenario by name; ``quick`` checks the plumbing with a few tokens."""
-    compared = (PRODUCTION, MATCHED, *(evicting(policy, budget) for policy in policies))
+    small = ("--eviction-buffer", "16") if quick else ()
+    compared = (PRODUCTION, MATCHED, *(evicting(policy, budget, flags=small) for policy in policies))
     with_off = (*compared, OFF)
     # Quick: as many tokens as show a second request in a pool that holds one at its full length.
     batch, tokens_in, out, half = (
-        (2, budget // 4, 4 * budget, 4 * budget) if quick else (batch, 128, long_out, long_out // 2)
+        (2, budget // 4, 3 * budget, 3 * budget) if quick else (batch, 128, long_out, long_out // 2)
     )
     found: list[Scenario] = []
 

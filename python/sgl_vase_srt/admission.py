@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sgl_vase import policy_class
+from sgl_vase import EvictionConfig, policy_class
 from sgl_vase_srt import scheduler
 
 if TYPE_CHECKING:
@@ -75,37 +75,62 @@ def worker_info(info: tuple[Any, ...], worker: Any) -> tuple[Any, ...]:
     return (*info[:2], running, info[3], worker.model_config.context_len - 1, *info[5:])
 
 
+_arriving: EvictionConfig | None = None
+"""Configuration of the request whose output limit is being set, ``None`` if it never evicts."""
+
+
+def arrive(original: Callable[..., None], of: Any, req: Req) -> None:
+    """Let ``output_limit`` know whose limit it is: SGLang asks for it by lengths alone."""
+    global _arriving
+    _arriving = scheduler.state_of(req).config
+    original(of, req)
+
+
 def output_limit(
     limit: int | None, allocator: Any, input_tokens: int, max_new_tokens: int, *, token_capacity: int, **_: Any
 ) -> int | None:
     """A request whose bounded footprint fits an empty pool may generate as much as it asks for."""
-    config = scheduler.runtime().config
+    if _arriving is None:
+        return limit
     page = allocator.page_size
-    most = max(input_tokens, config.footprint(input_tokens)) + page
+    most = max(input_tokens, _arriving.footprint(input_tokens)) + page
     return max_new_tokens if -(-most // page) * page + 1 <= token_capacity else limit
 
 
 def cell_size(size: int, configurator: Any, kvc: Any, num_layers: int) -> int:
-    """Bytes of a pool token, with its share of the policy's side state.
-
-    A request takes side state only while it holds ``M`` tokens or more, so this share is never too small
-    and ``--mem-fraction-static`` covers pool and side state together.
-    """
+    """Bytes of a pool token and of what the policy keeps beside each; ``pool_sizes`` adds what it keeps a request."""
     from sglang.srt.runtime_context import get_parallel
 
     from sgl_vase_srt import server_args
 
-    config = server_args.active
-    assert config is not None
+    assert server_args.active is not None
     model = kvc.model_config
     ranks = get_parallel().attn_tp_size
-    policy = policy_class(config.policy)(config.options)
-    per_request = policy.state_bytes(
+    policy = policy_class(server_args.active.policy)(server_args.active.options)
+    configurator.eviction_bytes_per_request = policy.state_bytes(
         layers=num_layers,
         q_heads=model.num_attention_heads // ranks,
         dim=model.head_dim,
-        window=config.buffer,
+        window=server_args.active.buffer,
         itemsize=model.dtype.itemsize,
     )
-    per_token = 4 * num_layers * model.get_num_kv_heads(ranks) if policy.needs_state else 0
-    return size + -(-per_request // config.private_floor) + per_token
+    return size + (4 * num_layers * model.get_num_kv_heads(ranks) if policy.needs_state else 0)
+
+
+def pool_sizes(original: Callable[..., Any], configurator: Any, available_bytes: int, page_size: int) -> Any:
+    """The pool that fits beside its policy's side state, so that ``--mem-fraction-static`` covers both.
+
+    A request takes side state only while it holds ``M`` tokens or more: either each pool token pays its share of
+    that, or, if fewer may run, ``--max-running-requests`` of them are paid in advance; whichever leaves more.
+    """
+    from sglang.srt.runtime_context import get_schedule
+
+    from sgl_vase_srt import server_args
+
+    assert server_args.active is not None
+    size, each = configurator._cell_size, configurator.eviction_bytes_per_request
+    plans = [(size + -(-each // server_args.active.private_floor), available_bytes)]
+    if most := get_schedule().max_running_requests:
+        plans.append((size, available_bytes - most * each))
+    configurator._cell_size, budget = max(plans, key=lambda plan: plan[1] / plan[0])
+    return original(configurator, budget, page_size)

@@ -93,7 +93,13 @@ SCHEDULER = (
         f"{_SRT}model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",
         HookType.AFTER,
         admission.cell_size,
-        "the side state is paid from --mem-fraction-static, before the pool is sized",
+        "what a policy keeps beside each token and each request",
+    ),
+    Hook(
+        f"{_SRT}model_executor.pool_configurator.DefaultPoolConfigurator.calculate_pool_sizes",
+        HookType.AROUND,
+        admission.pool_sizes,
+        "is paid from --mem-fraction-static, before the pool is sized",
     ),
     Hook(
         f"{_SRT}managers.schedule_policy.PrefillAdder._get_running_request_total_token_offset",
@@ -118,6 +124,12 @@ SCHEDULER = (
         HookType.AFTER,
         admission.worker_info,
         "a request may outgrow the pool: its row does not",
+    ),
+    Hook(
+        f"{_SRT}managers.scheduler.Scheduler.init_req_max_new_tokens",
+        HookType.AROUND,
+        admission.arrive,
+        "a request may have a budget of its own, or none",
     ),
     Hook(
         f"{_SRT}mem_cache.allocator.base.BaseTokenToKVPoolAllocator.max_new_tokens_for_memory",

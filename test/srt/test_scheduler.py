@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from sgl_vase_kernels import KVPool
-from sgl_vase_srt import scheduler
+from sgl_vase_srt import admission, scheduler, server_args
 from sgl_vase_srt.ring import QueryRing
 from sgl_vase_srt.scheduler import Runtime
 
@@ -126,3 +126,46 @@ def test_a_new_request_is_not_a_retracted_one(runtime: Runtime) -> None:
     queued: list[Any] = []
     scheduler.requeue(lambda _, req, is_retracted: queued.append(req), SimpleNamespace(), request("r", prompt=2000))  # type: ignore[arg-type]
     assert queued
+
+
+@pytest.mark.parametrize(
+    ("asked", "limit"),
+    [
+        (None, 5000),
+        ({"eviction": {"budget": 900}}, 5000),
+        ({"eviction": {"budget": 2000}}, 7),
+        ({"eviction": "none"}, 7),
+    ],
+    ids=["the server's budget", "its own", "its own, larger than the pool", "none"],
+)
+def test_an_answer_may_outgrow_the_pool_only_if_its_row_does_not(
+    runtime: Runtime, asked: dict[str, Any] | None, limit: int
+) -> None:
+    """7 is what SGLang allows: the pool holds 1,024."""
+    req = request("r")
+    req.sampling_params.custom_params = asked
+    found: list[int | None] = []
+
+    def set_limit(_: Any, req: Any) -> None:
+        tokens = len(req.origin_input_ids)
+        found.append(
+            admission.output_limit(7, SimpleNamespace(page_size=1), tokens, 5000, token_capacity=runtime.capacity)
+        )
+
+    admission.arrive(set_limit, None, req)
+    assert found == [limit]
+
+
+@pytest.mark.parametrize("most", [None, 4, 40, 10**6])
+def test_pool_and_side_state_fit_the_budget_together(monkeypatch: pytest.MonkeyPatch, most: int | None) -> None:
+    from sglang.srt import runtime_context
+
+    cell, each, available = 100, 5000, 10**6
+    monkeypatch.setattr(server_args, "active", CONFIG)
+    monkeypatch.setattr(runtime_context, "get_schedule", lambda: SimpleNamespace(max_running_requests=most))
+    configurator = SimpleNamespace(_cell_size=cell, eviction_bytes_per_request=each)
+    tokens = admission.pool_sizes(lambda c, budget, page: budget // c._cell_size, configurator, available, 1)
+    slots = min(most or 10**9, tokens // CONFIG.private_floor)
+    assert tokens * cell + slots * each <= available
+    assert tokens >= available // (cell + each // CONFIG.private_floor), "no smaller than if each token paid its share"
+    assert most != 4 or tokens == (available - 4 * each) // cell, "and fewer requests leave more"
