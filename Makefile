@@ -20,7 +20,7 @@ demo: $(VENV)/.installed-demo
 
 test: $(VENV)/.installed-test
 	$(PY) -m benchmark.demo_model $(DEMO_MODEL)
-	VASE_TEST_MODEL=$(abspath $(DEMO_MODEL)) $(PY) -m pytest -m "not slow and not gpu" -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+	VASE_TEST_MODEL=$(abspath $(DEMO_MODEL)) $(PY) -m pytest -m "not slow and not gpu" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations 15 $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(PY) -m ruff check .

@@ -339,6 +339,13 @@ def test_a_request_outgrows_the_pool(server: Server) -> None:
     assert answer["meta_info"]["eviction"]["kv_tokens"] <= bound(500)
 
 
+def test_one_that_is_never_evicted_ends_with_the_pool(server: Server) -> None:
+    """With as many tokens as stock SGLang would let it have, not with an error."""
+    answer = generate(server.url, prompt_ids(0, 100), 2 * POOL, sampling={"custom_params": {"eviction": "none"}})
+    assert answer["meta_info"]["completion_tokens"] == POOL - 7 * PAGE - PAGE - 1
+    assert answer["meta_info"]["finish_reason"]["type"] == "length"
+
+
 def test_those_that_do_not_fit_together_take_turns(server: Server) -> None:
     answers = generate_all(server.url, [prompt_ids(i, LONG) for i in range(5)], 150)
     assert [a["meta_info"]["completion_tokens"] for a in answers] == [150] * 5
