@@ -114,22 +114,25 @@ def table(rows: list[Row]) -> str:
             f"{some['versions']['sglang']}, torch {some['versions']['torch']}; {some['date']}.",
             "",
         ]
-        head = ["", "vs stock", *COLUMNS]
-        against_ideal = some["scenario"] == "equal-batch" and ideal
-        if against_ideal:
-            head.insert(2, "decode vs ideal")
+        columns = {
+            "": list(variants),
+            "vs stock": [
+                spread(ratios(measured, variants[STOCK]), 2) if STOCK in variants else "–"
+                for measured in variants.values()
+            ],
+        }
+        if some["scenario"] == "equal-batch" and ideal:
+            best = statistics.median(decode_rate(row) for row in ideal)
+            columns["decode vs ideal"] = [
+                spread([decode_rate(row) / best for row in measured], 2) for measured in variants.values()
+            ]
+        for name, column in COLUMNS.items():
+            columns[name] = [_cell(column, measured) for measured in variants.values()]
         if scenario == "paper-16k":
-            head.append("published tok/s (GiB)")
-        lines += [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-        for variant, measured in variants.items():
-            cells = [variant, spread(ratios(measured, variants[STOCK]), 2) if STOCK in variants else "–"]
-            if against_ideal:
-                best = statistics.median(decode_rate(row) for row in ideal)
-                cells.append(spread([decode_rate(row) / best for row in measured], 2))
-            cells += [_cell(column, measured) for column in COLUMNS.values()]
-            if scenario == "paper-16k":
-                cells.append(PUBLISHED.get(variant, "–"))
-            lines.append(f"| {' | '.join(cells)} |")
+            columns["published tok/s (GiB)"] = [PUBLISHED.get(variant, "–") for variant in variants]
+        columns = {name: cells for name, cells in columns.items() if {*cells} != {"–"}}
+        lines += [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+        lines += [f"| {' | '.join(row)} |" for row in zip(*columns.values(), strict=True)]
         lines.append("")
     return "\n".join(lines)
 
@@ -155,7 +158,8 @@ def plots(rows: list[Row], out: Path) -> list[str]:
             if measured[0]["scenario"].startswith("memory-bound"):
                 rate = statistics.median(row["output_throughput"] for row in measured)
                 lines.setdefault(f"{variant}, {size(measured[0])}", []).append((measured[0]["pool_tokens"], rate))
-    for label, points in lines.items():
+    swept = {label: points for label, points in lines.items() if len(points) > 1}
+    for label, points in (swept or lines).items():
         plt.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
     if lines:
         plt.xscale("log", base=2)
