@@ -199,7 +199,7 @@ COUNTERS = {
     "evicted_tokens": "sgl_vase:evicted_tokens",
     "evicted_requests": "sgl_vase:evicted_requests",
     "eviction_seconds": "sgl_vase:eviction_seconds",
-    "retractions": "sglang:num_retractions",
+    "retractions": "sglang:num_retracted_requests",
     "cached_tokens": "sglang:cached_tokens",
     "prompt_tokens": "sglang:prompt_tokens",
 }

@@ -30,7 +30,9 @@ def headroom(req: Req, tree_cache: Any) -> float:
     held = req.kv.kv_allocated_len or len(req.origin_input_ids) + len(req.output_ids)
     shared = runtime.shared_prefix(req, tree_cache)
     if config.prefix == "protect" or scheduler.state_of(req).evictions:
-        return max(0, config.footprint(req.kv.cache_protected_len if req.kv.holds_kv else shared) - held)
+        # Until a decode step is behind it, what its prefill gives the tree may not be processed.
+        protected = req.kv.cache_protected_len if req.decode_batch_idx else shared
+        return max(0, config.footprint(protected) - held)
     # Detaching copies first and lets go afterwards; a pool too small for that keeps the prefix.
     return min(max(0, config.footprint() - held) + shared, max(0, runtime.capacity - held - 2 * runtime.page_size))
 
@@ -41,8 +43,8 @@ def running_offset(offset: float, adder: PrefillAdder, req: Req) -> float:
     One that may outgrow the pool has its whole footprint reserved: it could not come back from a retraction.
     """
     room = headroom(req, adder.tree_cache)
-    outgrows = len(req.origin_input_ids) + req.sampling_params.max_new_tokens >= scheduler.runtime().capacity
-    return room if outgrows and room < math.inf else min(offset, room)
+    longest = len(req.origin_input_ids) + req.sampling_params.max_new_tokens
+    return room if room < math.inf and not scheduler.fits(longest) else min(offset, room)
 
 
 def add_request(original: Callable[..., Any], adder: PrefillAdder, req: Req, *args: Any, **kwargs: Any) -> Any:
@@ -121,7 +123,8 @@ def pool_sizes(original: Callable[..., Any], configurator: Any, available_bytes:
     """The pool that fits beside its policy's side state, so that ``--mem-fraction-static`` covers both.
 
     A request takes side state only while it holds ``M`` tokens or more: either each pool token pays its share of
-    that, or, if fewer may run, ``--max-running-requests`` of them are paid in advance; whichever leaves more.
+    that, or, if fewer may run, ``--max-running-requests`` of them are paid in advance; whichever leaves more. The
+    ring has a scratch slot besides, and rounds up.
     """
     from sglang.srt.runtime_context import get_schedule
 
@@ -129,8 +132,8 @@ def pool_sizes(original: Callable[..., Any], configurator: Any, available_bytes:
 
     assert server_args.active is not None
     size, each = configurator._cell_size, configurator.eviction_bytes_per_request
-    plans = [(size + -(-each // server_args.active.private_floor), available_bytes)]
+    plans = [(size + -(-each // server_args.active.private_floor), available_bytes - 2 * each)]
     if most := get_schedule().max_running_requests:
-        plans.append((size, available_bytes - most * each))
+        plans.append((size, available_bytes - (most + 1) * each))
     configurator._cell_size, budget = max(plans, key=lambda plan: plan[1] / plan[0])
     return original(configurator, budget, page_size)

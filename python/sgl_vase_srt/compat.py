@@ -254,6 +254,13 @@ SERVER = (
         limit="with preemption",
         also=("disable_priority_preemption",),
     ),
+    Refusal(
+        "--preferred-sampling-params",
+        lambda view: "eviction" in ((view.preferred_sampling_params or {}).get("custom_params") or {}),
+        "it is merged into requests after they were checked",
+        "use the --eviction flags",
+        limit="with eviction in custom_params",
+    ),
 )
 
 
@@ -462,7 +469,7 @@ WORKS = (
         "they read logits and token ids; seeded sampling reads logical positions",
         _names("""grammar_backend constrained_json_whitespace_pattern constrained_json_disable_any_whitespace
             constrained_json_max_whitespace_cnt disable_outlines_disk_cache enable_strict_thinking sampling_defaults
-            preferred_sampling_params enable_custom_logit_processor sampling_mask_max_tokens
+            enable_custom_logit_processor sampling_mask_max_tokens
             enable_deterministic_inference enable_fp32_lm_head enable_watermark watermark_config watermark_key
             watermark_key_b watermark_context_window watermark_mixing_probability watermark_max_probability
             watermark_default_enabled watermark_enforce_all enable_return_hidden_states return_hidden_states_mode"""),

@@ -55,9 +55,9 @@ class Counters:
             return Counter(f"sgl_vase:{name}", text, labelnames=labels.keys()).labels(**labels)
 
         self._rounds = counter("eviction_rounds", "Rows cut: eviction rounds, counted a request.")
-        self._requests = counter("evicted_requests", "Requests that were cut at least once.")
+        self._requests = counter("evicted_requests", "Requests cut at least once; again after a retraction.")
         self._tokens = counter("evicted_tokens", "KV tokens evicted.")
-        self._seconds = counter("eviction_seconds", "Scheduler seconds spent in rounds.")
+        self._seconds = counter("eviction_seconds", "Seconds spent scoring, choosing, moving; on a GPU: enqueueing it.")
 
     def planned(self, tokens: int, first: bool) -> None:
         """One row was cut by ``tokens`` entries, for the ``first`` time or again."""

@@ -539,9 +539,14 @@ def retraction_order(order: list[int], reqs: list[Req]) -> list[int]:
 
 
 def can_return(req: Req) -> bool:
-    """Whether the pool could hold the request's prompt and outputs, as a prefill needs them."""
+    """Whether a prefill could bring back the request's prompt and outputs."""
+    return fits(req.seqlen)
+
+
+def fits(tokens: int) -> bool:
+    """Whether the pool could hold so many tokens at once, as a prefill needs them."""
     current = runtime()
-    return req.seqlen + current.page_size < current.capacity
+    return tokens + current.page_size < current.capacity
 
 
 def requeue(original: Callable[..., None], scheduler: Scheduler, req: Req, is_retracted: bool = False) -> None:

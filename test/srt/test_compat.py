@@ -78,6 +78,7 @@ CONFLICTS: dict[str, dict[str, Any]] = {
     "--rl-on-policy-target": {"rl_on_policy_target": "fsdp"},
     "--enable-lora": {"lora_paths": ["adapter"]},
     "--enable-priority-scheduling": {"enable_priority_scheduling": True},
+    "--preferred-sampling-params": {"preferred_sampling_params": {"custom_params": {"eviction": {"budget": 16}}}},
 }
 
 

@@ -156,6 +156,16 @@ def test_an_answer_may_outgrow_the_pool_only_if_its_row_does_not(
     assert found == [limit]
 
 
+@pytest.mark.parametrize(("steps", "protected", "room"), [(0, 0, 12), (0, 10, 12), (1, 10, 12), (1, 0, 6)])
+def test_a_fresh_row_is_budgeted_with_the_prompt_that_the_tree_will_own(
+    runtime: Runtime, steps: int, protected: int, room: int
+) -> None:
+    """Ten tokens: up to 22 if they are the tree's, which it is not told before the first decode step; else up to 16."""
+    req = request("r", length=10, prompt=10)
+    req.decode_batch_idx, req.kv.cache_protected_len = steps, protected
+    assert admission.headroom(req, SimpleNamespace(disable=False)) == room
+
+
 @pytest.mark.parametrize("most", [None, 4, 40, 10**6])
 def test_pool_and_side_state_fit_the_budget_together(monkeypatch: pytest.MonkeyPatch, most: int | None) -> None:
     from sglang.srt import runtime_context
@@ -165,7 +175,7 @@ def test_pool_and_side_state_fit_the_budget_together(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(runtime_context, "get_schedule", lambda: SimpleNamespace(max_running_requests=most))
     configurator = SimpleNamespace(_cell_size=cell, eviction_bytes_per_request=each)
     tokens = admission.pool_sizes(lambda c, budget, page: budget // c._cell_size, configurator, available, 1)
-    slots = min(most or 10**9, tokens // CONFIG.private_floor)
+    slots = min(most or 10**9, tokens // CONFIG.private_floor + 1) + 1
     assert tokens * cell + slots * each <= available
-    assert tokens >= available // (cell + each // CONFIG.private_floor), "no smaller than if each token paid its share"
-    assert most != 4 or tokens == (available - 4 * each) // cell, "and fewer requests leave more"
+    share = (available - 2 * each) // (cell + each // CONFIG.private_floor)
+    assert tokens >= share and (tokens > share) == (most in (4, 40)), "no smaller than if each token paid its share"
