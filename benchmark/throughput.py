@@ -13,10 +13,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import multiprocessing
 import os
 import platform
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -210,21 +210,38 @@ def counters(server: Server) -> dict[str, float]:
     return {key: total(text, name) or 0.0 for key, name in COUNTERS.items()}
 
 
+CLIENTS = multiprocessing.get_context("forkserver")
+CLIENTS.set_forkserver_preload(["sglang.benchmark.serving"])  # imported once, not once a run: that takes as long as one
+
+
+def client(arguments: Sequence[str], log: Path) -> None:
+    """SGLang's own client, in this process; what it prints goes to ``log``."""
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.argv = ["serving", *arguments]
+    from sglang.benchmark.serving import cli_main
+
+    cli_main()
+
+
 def drive(server: Server, scenario: Scenario, seed: int, scratch: Path) -> dict[str, Any]:
     """One run of the client against a server that is up; the row without its identity."""
     flush(server.url)
-    output = scratch / "client.jsonl"
+    output, log = scratch / "client.jsonl", scratch / "client.log"
     output.unlink(missing_ok=True)
-    command = [
-        *(sys.executable, "-m", "sglang.benchmark.serving", "--backend", "sglang", "--base-url", server.url),
+    arguments = [
+        *("--backend", "sglang", "--base-url", server.url),
         *("--model", str(server.model), "--seed", str(seed), "--output-file", str(output), "--output-details"),
         *("--disable-tqdm", "--warmup-requests", "0", *scenario.client),
     ]
     before = counters(server)
+    process = CLIENTS.Process(target=client, args=(arguments, log), daemon=True)
     with Watch(server) as watch:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"the client failed on {scenario.name}:\n{(done.stdout + done.stderr)[-2000:]}")
+        process.start()
+        process.join()
+    if process.exitcode:
+        raise RuntimeError(f"the client failed on {scenario.name}:\n{log.read_text()[-2000:]}")
     result = json.loads(output.read_text().splitlines()[-1])
     if result["completed"] != scenario.requests:
         raise RuntimeError(f"{scenario.name}: {result['completed']} of {scenario.requests} requests completed")
@@ -324,7 +341,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             with rows.open("a") as file:
                 file.write(json.dumps(row) + "\n")
             progress.advance(task)
-    (args.out / "client.jsonl").unlink(missing_ok=True)
+    for left in ("client.jsonl", "client.log"):
+        (args.out / left).unlink(missing_ok=True)
     return plot.main([str(args.out)])
 
 
