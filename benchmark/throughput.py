@@ -58,6 +58,7 @@ MATCHED = Variant(
     "stock without radix cache and overlap", ("--disable-radix-cache", "--disable-overlap-schedule"), STOCK
 )
 """The flags that other evicting ports of SGLang need."""
+BASELINES = (PRODUCTION, MATCHED)
 OFF = Variant("eviction off")
 
 
@@ -84,7 +85,7 @@ def random_work(requests: int, tokens_in: int, tokens_out: int, ratio: float = 1
 def scenarios(quick: bool, policies: Sequence[str], budget: int, long_out: int, batch: int) -> dict[str, Scenario]:
     """Every scenario by name; ``quick`` checks the plumbing with a few tokens."""
     small = ("--eviction-buffer", "16") if quick else ()
-    compared = (PRODUCTION, MATCHED, *(evicting(policy, budget, flags=small) for policy in policies))
+    compared = (*BASELINES, *(evicting(policy, budget, flags=small) for policy in policies))
     with_off = (*compared, OFF)
     # Quick: as many tokens as show a second request in a pool that holds one at its full length.
     batch, tokens_in, out, half = (
@@ -134,7 +135,7 @@ def scenarios(quick: bool, policies: Sequence[str], budget: int, long_out: int, 
         add(f"memory-bound-1/{share}", pool, offered, (tokens_in, half), compared)
     paper = [evicting(policy, t, f"{policy}, T {t}") for t in (2048, 4096, 6144) for policy in (*policies, "r-kv")]
     for thousand in (16, 32):
-        add(f"paper-{thousand}k", None, 16, (256, thousand * 1024), (PRODUCTION, MATCHED, *paper))
+        add(f"paper-{thousand}k", None, 16, (256, thousand * 1024), (*BASELINES, *paper))
     return {scenario.name: scenario for scenario in found}
 
 
