@@ -120,8 +120,8 @@ def projected_norms(pool: KVPool, rows: Rows, rank: int, *, fixed_round: bool = 
 def cosine_redundancy(pool: KVPool, rows: Rows, *, spare_newest: float | None = None) -> torch.Tensor:
     """Softmax over a row's candidates of the mean cosine of key i with all of them, itself counted as 0 (R-KV).
 
-    With ``spare_newest``, each key's cosine with its newest neighbour above that value counts as 0, too. A key
-    that is not finite scores NaN and is the zero vector for the others.
+    With ``spare_newest``, a key does not count with those whose newest neighbour above that cosine it is, so that the
+    newest of several copies stays. A key that is not finite scores NaN and is the zero vector for the others.
     """
     _check_rows(pool, rows)
     return _impl(pool.device).cosine_redundancy(pool, rows, spare_newest=spare_newest)

@@ -209,15 +209,23 @@ def cosine_redundancy(pool: KVPool, rows: Rows, *, spare_newest: float | None) -
     def score(_: int, slots: torch.Tensor, layers: range) -> torch.Tensor:
         k, finite = _directions(pool, slots, layers)
         n = len(slots)
-        place = torch.arange(1, n + 1, dtype=torch.int32, device=pool.device).view(-1, 1)
         mean = torch.empty_like(k[..., 0])
-        for start in range(0, n, width(n)):
-            mine = slice(start, min(start + width(n), n))
+        blocks = [slice(start, min(start + width(n), n)) for start in range(0, n, width(n))]
+
+        def cosines(mine: slice) -> torch.Tensor:
+            """With all other keys, ``[layers, heads, n, width]``."""
             cosine = _dot(k, k[:, :, mine])
             cosine[:, :, mine].diagonal(dim1=2, dim2=3).zero_()
-            if spare_newest is not None:
-                newest = ((cosine > spare_newest) * place).amax(2, keepdim=True)
-                cosine.masked_fill_(place == newest, 0.0)
+            return cosine
+
+        newest = None
+        if spare_newest is not None:
+            place = torch.arange(1, n + 1, dtype=torch.int32, device=pool.device)
+            newest = torch.cat([((cosines(b) > spare_newest) * place.view(-1, 1)).amax(2) for b in blocks], -1)
+        for mine in blocks:
+            cosine = cosines(mine)
+            if newest is not None:
+                cosine.masked_fill_(newest.unsqueeze(-1) == place[mine], 0.0)
             mean[:, :, mine] = _sum(cosine, 2) / n
         return mean.masked_fill_(~finite, -torch.inf).softmax(-1).masked_fill_(~finite, torch.nan)
 

@@ -34,11 +34,11 @@ class VaseServerArgs(ServerArgs, dict=True):
         Arg(help="B: newest tokens always kept = decode steps between rounds = query window (default 64)."),
     ] = None
     eviction_value_tokens: A[
-        int | None, Arg(help="N_v: tokens reserved for the largest value ranges (default: a quarter of the budget).")
+        int | None, Arg(help="N_v: tokens reserved for the largest value ranges (default: a quarter of T - P).")
     ] = None
     eviction_min_private: A[
         int | None,
-        Arg(help="M: private tokens a request keeps beside a protected prefix, however long (default: half of T)."),
+        Arg(help="M: private tokens kept beside a protected prefix, however long (default: half of T, at least 2 B)."),
     ] = None
     eviction_prefix: A[
         str | None,

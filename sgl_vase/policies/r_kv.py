@@ -11,14 +11,15 @@ from sgl_vase_kernels import ops
 from sgl_vase.policy import Policy, Round, choice, switch
 
 SIMILAR = 0.5
-"""Cosine above which a newer key is a copy that ``spare_newest`` does not count."""
+"""Cosine above which two keys are copies, of which ``spare_newest`` spares the newest."""
 
 
 @dataclass(frozen=True)
 class Options:
     """``lam``: weight of importance in [0, 1], of redundancy ``1 - lam``. ``variant``: how importance is taken,
     as the VaSE paper's baseline (the whole window, average pooling 5, group mean) or as R-KV's own code (newest 8
-    queries, max pooling 7, group maximum). ``spare_newest``: ignore each key's newest near copy."""
+    queries, max pooling 7, group maximum; that code takes the maximum before the softmax). ``spare_newest``: a key is
+    not redundant with those whose newest copy it is."""
 
     lam: float = 0.5
     variant: Literal["vase", "r-kv"] = "vase"

@@ -56,6 +56,8 @@ def test_launches_do_not_depend_on_the_batch():
         for operation in build.OPERATIONS
         for case in [next(iter(build.cases((operation,), ("bf16",), (128,))))]
     }
+    spared = next(c for c in build.cases(("cosine_redundancy",), ("bf16",), (128,)) if dict(c.options)["spare_newest"])
+    assert len(build.launches(spared, (9, 0))) == 4
     assert counts == {
         "value_magnitude": 1,
         "projected_norms": 1,

@@ -247,14 +247,13 @@ def redundancy(k: np.ndarray, spare_newest: bool) -> np.ndarray:
     """``[n]``: softmax of the mean cosine with the other keys; NaN for a key that is not finite."""
     units, finite = unit_keys(k)
     n = len(k)
-    mean = np.zeros(n)
-    for i in range(n):
-        cosine = units @ units[i]
-        cosine[i] = 0
-        similar = np.flatnonzero(cosine > 0.5)
-        if spare_newest and len(similar):
-            cosine[similar[-1]] = 0
-        mean[i] = cosine.sum() / n
+    cosine = units @ units.T
+    np.fill_diagonal(cosine, 0)
+    if spare_newest:
+        for i, similar in enumerate(cosine > 0.5):
+            if similar.any():
+                cosine[i, np.flatnonzero(similar)[-1]] = 0
+    mean = cosine.sum(0) / n
     if not finite.any():
         return np.full(n, np.nan)
     weights = np.where(finite, np.exp(mean - mean[finite].max()), 0.0)

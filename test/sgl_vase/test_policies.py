@@ -234,10 +234,13 @@ def test_rkv_drops_copies_and_may_spare_the_newest():
     round.queries.ring[:] = 0.0
     assert torch.equal(select("r-kv", round, lam=0.0), torch.tensor([0, 1, 3, 4, 6, 7, 9]).expand(3, 4, -1))
     spared = ops.cosine_redundancy(round.pool, round.rows, spare_newest=0.5)
-    # 2 and 5 ignore 8, 8 ignores 5: each has one copy left
-    want = torch.tensor([0.1 if i in (2, 5, 8) else 0.0 for i in range(10)]).softmax(0)
+    # The newest of 2 and 5 is 8, that of 8 is 5: 8 has no copy left, 5 has one, 2 has both.
+    want = torch.tensor([{2: 0.2, 5: 0.1}.get(i, 0.0) for i in range(10)]).softmax(0)
     assert torch.allclose(spared, want)
     assert not torch.equal(select("r-kv", round, lam=1.0), select("r-kv", round, lam=0.0))
+    assert torch.equal(
+        select("r-kv", round, lam=0.0, spare_newest=True), torch.tensor([0, 1, 3, 4, 6, 7, 8]).expand(3, 4, -1)
+    )
     own = select("r-kv", build([Request(1, 60, 20)]), variant="r-kv")
     assert not torch.equal(own, select("r-kv", build([Request(1, 60, 20)])))
 

@@ -74,48 +74,71 @@ def direction_sum_kernel(sums, slots, meta, heads, requests, k_side, BLOCK: tl.c
     tl.store(sums + place + tl.arange(0, k_side.dim_pad), tl.sum(total, 0))
 
 
-@triton.jit
-def newest_similar(
-    k, inverse, k_side, base, slots, index, candidates, head, factor, threshold, OPERAND: tl.constexpr,
+@triton.jit(do_not_specialize=["heads", "total", "threshold"])
+def newest_similar_kernel(
+    newest,
+    cosine_of,
+    slots,
+    meta,
+    heads,
+    total,
+    threshold,
+    k_side,
+    OPERAND: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Cosine of each key with the newest key above ``threshold`` (itself counts as 0), else 0."""
-    found = tl.zeros([BLOCK], tl.int32)
-    cosine_of = tl.zeros([BLOCK], tl.float32)
-    start = (candidates - 1) // BLOCK * BLOCK
-    while (start >= 0) & (tl.min(found, 0) == 0):
-        other = start + tl.arange(0, BLOCK)
-        k_other, inverse_other, _ = load_keys(k_side, base, slots, other, candidates, head, factor, OPERAND)
-        cosine = tl.dot(k, tl.trans(k_other), input_precision="ieee")
-        cosine *= inverse[:, None] * inverse_other[None, :]
-        cosine = tl.where(index[:, None] == other[None, :], 0.0, cosine)
-        similar = (cosine > threshold) & (other < candidates)[None, :]
-        newest = tl.max(tl.where(similar, other[None, :], -1), 1)
-        chosen = tl.sum(tl.where(newest[:, None] == other[None, :], cosine, 0.0), 1)
-        now = (found == 0) & (newest >= 0)
-        cosine_of = tl.where(now, chosen, cosine_of)
-        found = tl.where(now | (index >= candidates), 1, found)
-        start -= BLOCK
-    return cosine_of
+):
+    """For each key the newest other key above ``threshold``, -1 if there is none, and their cosine."""
+    head = tl.program_id(0) % heads
+    start = tl.program_id(0) // heads * BLOCK
+    request = tl.program_id(1)
+    layer = tl.program_id(2)
+    candidates = row_field(meta, request, CANDIDATES)
+    if start < candidates:
+        index = start + tl.arange(0, BLOCK)
+        row_slots = slots + row_field(meta, request, SLOT_START)
+        base = layer_base(k_side, layer)
+        factor = key_factor(k_side, layer)
+        k, inverse, _ = load_keys(k_side, base, row_slots, index, candidates, head, factor, OPERAND)
+        found = tl.full([BLOCK], -1, tl.int32)
+        cosine_found = tl.zeros([BLOCK], tl.float32)
+        start = (candidates - 1) // BLOCK * BLOCK
+        while (start >= 0) & (tl.min(tl.where(index < candidates, found, 0), 0) < 0):
+            other = start + tl.arange(0, BLOCK)
+            k_other, inverse_other, _ = load_keys(k_side, base, row_slots, other, candidates, head, factor, OPERAND)
+            cosine = tl.dot(k, tl.trans(k_other), input_precision="ieee")
+            cosine *= inverse[:, None] * inverse_other[None, :]
+            similar = (cosine > threshold) & (index[:, None] != other[None, :]) & (other < candidates)[None, :]
+            here = tl.max(tl.where(similar, other[None, :], -1), 1)
+            chosen = tl.sum(tl.where(here[:, None] == other[None, :], cosine, 0.0), 1)
+            cosine_found = tl.where((found < 0) & (here >= 0), chosen, cosine_found)
+            found = tl.where(found < 0, here, found)
+            start -= BLOCK
+        place = (layer * heads + head).to(tl.int64) * total + row_field(meta, request, SCORE_START) + index
+        tl.store(newest + place, found, mask=index < candidates)
+        tl.store(cosine_of + place, cosine_found, mask=index < candidates)
 
 
-@triton.jit(do_not_specialize=["heads", "requests", "total", "threshold"])
+@triton.jit(do_not_specialize=["heads", "requests", "total"])
 def direction_scores_kernel(
     out,
     sums,
+    newest,
+    cosine_of,
     slots,
     meta,
     heads,
     requests,
     total,
-    threshold,
     k_side,
     REDUNDANCY: tl.constexpr,
     SPARE_NEWEST: tl.constexpr,
     OPERAND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Mean cosine with all candidates, itself counted as 0; or the cosine with the mean direction."""
+    """Mean cosine with all candidates, itself counted as 0; or the cosine with the mean direction.
+
+    ``SPARE_NEWEST``: a key does not count with those whose newest similar key it is.
+    """
     head = tl.program_id(0) % heads
     start = tl.program_id(0) // heads * BLOCK
     request = tl.program_id(1)
@@ -133,12 +156,14 @@ def direction_scores_kernel(
         if REDUNDANCY:
             score = tl.sum(direction * mean[None, :], 1) - tl.sum(direction * direction, 1) / candidates
             if SPARE_NEWEST:
-                score -= (
-                    newest_similar(
-                        k, inverse, k_side, base, row_slots, index, candidates, head, factor, threshold, OPERAND, BLOCK
-                    )
-                    / candidates
-                )
+                spared = tl.zeros([BLOCK], tl.float32)
+                scores = (layer * heads + head).to(tl.int64) * total + row_field(meta, request, SCORE_START)
+                for other_start in range(0, candidates, BLOCK):
+                    other = other_start + tl.arange(0, BLOCK)
+                    chosen = tl.load(newest + scores + other, mask=other < candidates, other=-1)
+                    cosine = tl.load(cosine_of + scores + other, mask=other < candidates, other=0.0)
+                    spared += tl.sum(tl.where(chosen[None, :] == index[:, None], cosine[None, :], 0.0), 1)
+                score -= spared / candidates
         else:
             mean /= tl.maximum(tl.sqrt(tl.sum(mean * mean, 0)), TINY)
             score = tl.sum(direction * mean[None, :], 1)
@@ -172,18 +197,22 @@ def _direction_scores(pool: KVPool, rows: Rows, *, redundancy: bool, threshold: 
     width = k_side.dim_pad.value
     sums = torch.empty(pool.layers, pool.heads, len(rows), width, dtype=torch.float32, device=pool.device)
     block = 64 if width <= 128 else 32
-    shared = (rows.slots, row_metadata(pool, rows), pool.heads, len(rows))
+    row = (rows.slots, row_metadata(pool, rows), pool.heads)
     grid = (pool.heads, len(rows), pool.layers)
-    launch(direction_sum_kernel, grid, sums, *shared, k_side, BLOCK=block, num_warps=4, num_stages=3)
+    blocks = (pool.heads * tiles(rows, block), len(rows), pool.layers)
+    form = {"OPERAND": dot_operand(pool), "BLOCK": block, "num_warps": 8 if capability(pool.device)[0] >= 10 else 4}
+    launch(direction_sum_kernel, grid, sums, *row, len(rows), k_side, BLOCK=block, num_warps=4, num_stages=3)
+    newest = cosine_of = None
+    if threshold is not None:
+        newest, cosine_of = torch.empty_like(out, dtype=torch.int32), torch.empty_like(out)
+        launch(newest_similar_kernel, blocks, newest, cosine_of, *row, out.shape[2], threshold, k_side, **form)
     launch(
         direction_scores_kernel,
-        (pool.heads * tiles(rows, block), len(rows), pool.layers),
-        *(out, sums, *shared, out.shape[2], 0.0 if threshold is None else threshold, k_side),
+        blocks,
+        *(out, sums, newest, cosine_of, *row, len(rows), out.shape[2], k_side),
         REDUNDANCY=redundancy,
         SPARE_NEWEST=threshold is not None,
-        OPERAND=dot_operand(pool),
-        BLOCK=block,
-        num_warps=8 if capability(pool.device)[0] >= 10 else 4,
+        **form,
     )
     if redundancy:
         launch(softmax_kernel, grid, out, row_metadata(pool, rows), pool.heads, out.shape[2], BLOCK=1024, num_warps=4)
