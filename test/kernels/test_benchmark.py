@@ -11,6 +11,7 @@ def test_floor_of_a_round():
     one = kernels.floors(kernels.MODELS["Qwen3-4B"], 4096, 1)
     assert one["value_magnitude"] == 36 * 8 * 4096 * (128 * 2 + 4)
     assert one["round: vase-dkv"] == 2 * 36 * 8 * 4096 * 128 * 2 + one["compact"]
+    assert one["compact (order kept)"] == 2 * 2 * 36 * 8 * 4096 * 128 * 2
     assert kernels.floors(kernels.MODELS["Qwen3-4B"], 4096, 256) == {name: 256 * size for name, size in one.items()}
 
 
