@@ -58,12 +58,17 @@ class Counters:
         self._requests = counter("evicted_requests", "Requests cut at least once; again after a retraction.")
         self._tokens = counter("evicted_tokens", "KV tokens evicted.")
         self._seconds = counter("eviction_seconds", "Seconds spent scoring, choosing, moving; on a GPU: enqueueing it.")
+        self._search = counter("planning_seconds", "Seconds spent looking for due rows, before each decode step.")
 
     def planned(self, tokens: int, first: bool) -> None:
         """One row was cut by ``tokens`` entries, for the ``first`` time or again."""
         self._rounds.inc()
         self._requests.inc(first)
         self._tokens.inc(tokens)
+
+    def searched(self, seconds: float) -> None:
+        """The rows of a decode batch were looked through, and those that were due planned."""
+        self._search.inc(seconds)
 
     def executed(self, seconds: float) -> None:
         """All cuts of a step were moved (on a GPU: enqueued)."""

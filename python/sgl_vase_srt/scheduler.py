@@ -115,6 +115,12 @@ class Runtime:
 
     def plan(self, batch: ScheduleBatch) -> None:
         """Cut every due row of a decode batch: free its tail, shrink its lengths, queue the move."""
+        begin = time.perf_counter()
+        self._plan(batch)
+        if self.counters is not None:
+            self.counters.searched(time.perf_counter() - begin)
+
+    def _plan(self, batch: ScheduleBatch) -> None:
         cuts: dict[int, int] = {}
         for i, req in enumerate(batch.reqs):
             # Before its first decode step is behind it, a prefill's result may be unprocessed:
