@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import psutil
 import requests
@@ -205,9 +206,11 @@ class Fleet:
     def __enter__(self) -> Fleet:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: Any) -> None:
+        servers = contextlib.ExitStack()
         while self._up:
-            self._up.popitem()[1].stop()
+            servers.push(self._up.pop(next(iter(self._up))))
+        servers.__exit__(*error)  # the one used last first: that is who died, if one did
 
     def get(self, flags: Sequence[str], env: Mapping[str, str]) -> Server:
         """The server with ``flags`` and ``env``, started if need be."""

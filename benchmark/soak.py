@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import requests
+from transformers import AutoConfig
 
 from benchmark.progress import bar
 from benchmark.server import REPEATABLE, STRICT, Server
@@ -78,13 +79,14 @@ class Job:
     """Otherwise the answer tells what the tree holds, whenever a row might have detached from it."""
 
 
-def jobs(count: int, rng: random.Random) -> list[Job]:
+def jobs(count: int, rng: random.Random, vocabulary: int) -> list[Job]:
     """Random requests; six in ten start with one of four long prefixes."""
-    prefixes = [tuple(rng.randrange(100, 40000) for _ in range(length)) for length in (70, 200, 330, 330)]
+    low, high = min(100, vocabulary // 2), min(40000, vocabulary)
+    prefixes = [tuple(rng.randrange(low, high) for _ in range(length)) for length in (70, 200, 330, 330)]
     made = []
     for i in range(count):
         prefix = rng.choice(prefixes) if rng.random() < 0.6 else ()
-        tail = tuple(rng.randrange(100, 40000) for _ in range(rng.randrange(1, 120)))
+        tail = tuple(rng.randrange(low, high) for _ in range(rng.randrange(1, 120)))
         made.append(
             Job(
                 f"soak-{i:06}",  # an abort takes every id that starts with its own
@@ -279,6 +281,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--concurrency", type=int, default=48)
     parser.add_argument("--server-flags", default="--device cpu --sleep-on-idle")
     args = parser.parse_args(argv)
+    vocabulary = AutoConfig.from_pretrained(args.model).vocab_size
     tally: Counter[str] = Counter()
     violations = 0
     begin = time.monotonic()
@@ -288,7 +291,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             mix = MIXES[number - 1]
             # A mix alone meets the load that it meets among others.
             rng = random.Random(f"{args.seed} {number}")
-            work = jobs(args.requests // len(numbers), rng)
+            work = jobs(args.requests // len(numbers), rng, vocabulary)
             sizes = ("--eviction-budget", str(mix.budget), "--eviction-buffer", str(mix.buffer))
             task = progress.add_task(f"mix {number}: {mix.flags}", total=len(work))
             flags = (*args.server_flags.split(), *COMMON, *sizes, *mix.flags.split())

@@ -35,11 +35,19 @@ def test_a_server_does_not_outlive_its_owner() -> None:
         guard.wait(timeout=10)
 
 
-def test_a_server_that_dies_under_a_request_says_why(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_fleet", [False, True])
+def test_a_server_that_dies_under_a_request_says_why(tmp_path: Path, in_fleet: bool) -> None:
     gone = server.Server("model", log=tmp_path / "log.txt")
     gone.log_path.write_text("the scheduler was killed")
     gone._process = subprocess.Popen(["true"], start_new_session=True)
-    with pytest.raises(server.ServerError, match="the scheduler was killed"), gone:
+    other = server.Server("model", log=tmp_path / "other.txt")
+    other._process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    fleet = server.Fleet(Path("model"), 2)
+    fleet._up = {("other",): other, ("gone",): gone}
+    with pytest.raises(server.ServerError, match="the scheduler was killed"), fleet if in_fleet else gone:
         raise requests.ConnectionError("connection reset")
-    with pytest.raises(server.ServerError, match="not running"):
-        _ = gone.pid
+    if not in_fleet:
+        other.stop()
+    for stopped in (gone, other):
+        with pytest.raises(server.ServerError, match="not running"):
+            _ = stopped.pid
