@@ -46,17 +46,21 @@ def decode_rate(row: Row) -> float:
 COLUMNS: dict[str, Callable[[list[Row]], str]] = {
     "output tok/s": lambda rows: spread([row["output_throughput"] for row in rows]),
     "TTFT ms": lambda rows: spread([row["median_ttft_ms"] for row in rows], 0),
+    "TTFT p99 ms": lambda rows: spread([row["p99_ttft_ms"] for row in rows], 0),
     "TPOT ms": lambda rows: spread([row["median_tpot_ms"] for row in rows]),
+    "TPOT p99 ms": lambda rows: spread([row["p99_tpot_ms"] for row in rows]),
     "ITL p99 ms": lambda rows: spread([row["p99_itl_ms"] for row in rows]),
     "running, mean (peak)": lambda rows: (
         f"{statistics.median(r['mean_running'] for r in rows):.1f} ({max(r['peak_running'] for r in rows):.0f})"
     ),
     "peak KV tokens": lambda rows: f"{max(row['peak_kv_tokens'] for row in rows):.0f}",
     "evictions": lambda rows: f"{statistics.median(row['evictions'] for row in rows):.0f}",
+    "evicted tokens": lambda rows: f"{statistics.median(row['evicted_tokens'] for row in rows):.0f}",
     "evicted requests": lambda rows: (
         f"{statistics.median(row['evicted_requests'] / row['requests'] for row in rows):.0%}"
     ),
     "in rounds, s": lambda rows: spread([row["eviction_seconds"] for row in rows], 2),
+    "planning, s": lambda rows: spread([row["planning_seconds"] for row in rows], 2),
     "cached tokens (of the prompts')": lambda rows: (
         f"{statistics.median(row['cached_tokens'] for row in rows):.0f}"
         f" ({statistics.median(row['cached_tokens'] / row['prompt_tokens'] for row in rows):.0%})"
@@ -67,8 +71,8 @@ COLUMNS: dict[str, Callable[[list[Row]], str]] = {
 }
 PUBLISHED = {
     "stock": "132.9 (68.7)",
-    **{"r-kv, T 2048": "358.6 (34.3)", "vase, T 2048": "384.1 (34.3)", "vase-dkv, T 2048": "410.9 (33.9)"},
-    **{"r-kv, T 4096": "277.8 (42.4)", "vase, T 4096": "333.4 (39.6)", "vase-dkv, T 4096": "364.8 (38.9)"},
+    **{"r-kv T 2048": "358.6 (34.3)", "vase T 2048": "384.1 (34.3)", "vase-dkv T 2048": "410.9 (33.9)"},
+    **{"r-kv T 4096": "277.8 (42.4)", "vase T 4096": "333.4 (39.6)", "vase-dkv T 4096": "364.8 (38.9)"},
 }
 """Output tok/s (peak GiB) of arXiv 2606.03928: its own HF code, Qwen3-14B, batch 16, 16k out, one 80 GB GPU."""
 
@@ -105,12 +109,15 @@ def table(rows: list[Row]) -> str:
     groups = grouped(rows)
     for scenario, variants in groups.items():
         some = next(iter(variants.values()))[0]
-        ideal = [row for row in rows if row["scenario"] == "ideal" and row["budget"] == some["budget"]]
+        budget = "" if scenario.startswith("paper") else f"; budget {some['budget']}"
+        same = ("budget", "requests", "model")
+        ideal = [row for row in rows if row["scenario"] == "ideal" and all(row[n] == some[n] for n in same)]
         lines += [
             f"### {scenario}",
             "",
-            f"{some['requests']} requests of {some['tokens_in']} in, {some['tokens_out']} out; pool "
-            f"{some['pool_tokens']:,.0f} tokens; budget {some['budget']}; {some['machine']}; sglang "
+            f"{some['model']}: {some['requests']} requests of {some['tokens_in']} in, {some['tokens_out']} out"
+            f"{' at most' if scenario.startswith('poisson') else ''}; pool {some['pool_tokens']:,.0f} tokens"
+            f"{budget}; {some['machine']}; sglang "
             f"{some['versions']['sglang']}, torch {some['versions']['torch']}; {some['date']}.",
             "",
         ]
@@ -122,9 +129,9 @@ def table(rows: list[Row]) -> str:
             ],
         }
         if some["scenario"] == "equal-batch" and ideal:
-            best = statistics.median(decode_rate(row) for row in ideal)
             columns["decode vs ideal"] = [
-                spread([decode_rate(row) / best for row in measured], 2) for measured in variants.values()
+                spread([decode_rate(row) / decode_rate(best) for row in measured for best in ideal], 2)
+                for measured in variants.values()
             ]
         for name, column in COLUMNS.items():
             columns[name] = [_cell(column, measured) for measured in variants.values()]

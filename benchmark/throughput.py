@@ -34,7 +34,7 @@ import requests
 from benchmark.progress import bar
 from benchmark.server import Fleet, Server, flush
 
-BUDGET, QUICK_BUDGET = 512, 64
+BUDGET, QUICK_BUDGET = 512, 48
 SERVERS_AT_ONCE = 5
 STOCK = {"SGLANG_PLUGINS": "vase_cpu"}
 """Of this project, only the CPU platform is loaded: SGLang as it is."""
@@ -84,12 +84,13 @@ def random_work(requests: int, tokens_in: int, tokens_out: int, ratio: float = 1
 
 def scenarios(quick: bool, policies: Sequence[str], budget: int, long_out: int, batch: int) -> dict[str, Scenario]:
     """Every scenario by name; ``quick`` checks the plumbing with a few tokens."""
-    small = ("--eviction-buffer", "16") if quick else ()
+    buffer = 16 if quick else 64
+    small = ("--eviction-buffer", str(buffer)) if quick else ()
     compared = (*BASELINES, *(evicting(policy, budget, flags=small) for policy in policies))
     with_off = (*compared, OFF)
     # Quick: as many tokens as show a second request in a pool that holds one at its full length.
     batch, tokens_in, out, half = (
-        (2, budget // 4, 3 * budget, 3 * budget) if quick else (batch, 128, long_out, long_out // 2)
+        (2, budget // 4, 2 * budget, 2 * budget) if quick else (batch, 128, long_out, long_out // 2)
     )
     found: list[Scenario] = []
 
@@ -104,10 +105,10 @@ def scenarios(quick: bool, policies: Sequence[str], budget: int, long_out: int, 
     # KV tokens over time: the flat line.
     add("one-request", roomy, 1, (tokens_in, out), compared)
     # Decode of the same batch at the physical length an evicting row has: a free, perfect eviction.
-    add("ideal", roomy, batch, (budget, 64), (PRODUCTION,))
+    add("ideal", roomy, batch, (budget, buffer), (PRODUCTION,))
     groups = 2 if batch > 2 and batch % 2 == 0 else 1
     group = ("--gsp-num-groups", str(groups), "--gsp-prompts-per-group", str(batch // groups))
-    gsp_out = budget if quick else budget * 2
+    gsp_out = budget * 2
     add(
         "shared-prefix",
         roomy,
@@ -119,7 +120,7 @@ def scenarios(quick: bool, policies: Sequence[str], budget: int, long_out: int, 
         # All at once, none would find another's prefix in the tree.
         *("--request-rate", "0.25"),
     )
-    add("short-outputs", roomy, batch * 2, (128, 64 if quick else 192), with_off)
+    add("short-outputs", roomy, batch * 2, (128, budget // 2 if quick else 192), with_off)
     add(
         "poisson",
         roomy,
@@ -131,9 +132,9 @@ def scenarios(quick: bool, policies: Sequence[str], budget: int, long_out: int, 
     )
     offered = batch * 2
     for share in (4,) if quick else (8, 4, 2, 1):
-        pool = max(offered * (tokens_in + half) // share, budget + 128) + 64
+        pool = max(offered * (tokens_in + half) // share, budget + 2 * buffer) + 64
         add(f"memory-bound-1/{share}", pool, offered, (tokens_in, half), compared)
-    paper = [evicting(policy, t, f"{policy}, T {t}") for t in (2048, 4096, 6144) for policy in (*policies, "r-kv")]
+    paper = [evicting(policy, t, f"{policy} T {t}") for t in (2048, 4096, 6144) for policy in (*policies, "r-kv")]
     for thousand in (16, 32):
         add(f"paper-{thousand}k", None, 16, (256, thousand * 1024), (*BASELINES, *paper))
     return {scenario.name: scenario for scenario in found}
@@ -200,6 +201,7 @@ COUNTERS = {
     "evicted_tokens": "sgl_vase:evicted_tokens",
     "evicted_requests": "sgl_vase:evicted_requests",
     "eviction_seconds": "sgl_vase:eviction_seconds",
+    "planning_seconds": "sgl_vase:planning_seconds",
     "retractions": "sglang:num_retracted_requests",
     "cached_tokens": "sglang:cached_tokens",
     "prompt_tokens": "sglang:prompt_tokens",
@@ -241,12 +243,12 @@ def drive(server: Server, scenario: Scenario, seed: int, scratch: Path) -> dict[
     with Watch(server) as watch:
         process.start()
         process.join()
+    after = counters(server)  # a dead server is found here, before its client is blamed
     if process.exitcode:
         raise RuntimeError(f"the client failed on {scenario.name}:\n{log.read_text()[-2000:]}")
     result = json.loads(output.read_text().splitlines()[-1])
     if result["completed"] != scenario.requests:
         raise RuntimeError(f"{scenario.name}: {result['completed']} of {scenario.requests} requests completed")
-    after = counters(server)
     running = [sample[1] for sample in watch.samples if sample[1]]
     kept = ("duration", "output_throughput", "total_output_tokens", "completed")
     latencies = [f"{stat}_{name}_ms" for name in ("ttft", "tpot", "itl") for stat in ("mean", "median", "p99")]
@@ -307,10 +309,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = args.out / "rows.jsonl"
     repetitions = 1 if args.quick else args.repetitions
     key = ("scenario", "budget", "requests", "tokens_out", "variant", "repetition")
-    lines = rows.read_text().splitlines() if rows.exists() else []
-    done = {tuple(row[name] for name in key) for row in map(json.loads, lines)}
+    measured = [json.loads(line) for line in rows.read_text().splitlines()] if rows.exists() else []
+    identity = {"model": args.model.name, **machine()}
+    for row in measured:
+        if changed := [name for name in ("model", "machine", "versions") if row.get(name) != identity[name]]:
+            parser.error(f"--out {args.out}: its rows are of another {' and '.join(changed)}; name another folder")
+    done = {tuple(row[name] for name in key) for row in measured}
     flags = (*args.server_flags.split(), "--enable-metrics", "--decode-log-interval", "10", "--random-seed", "1")
-    identity = machine()
+    # A server without a pool of its own size takes what the device has.
+    limit = 1 if any(table[name].pool is None for name in names) else SERVERS_AT_ONCE
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(bar())
         turns = [(table[name], r, v) for name in names for r in range(repetitions) for v in table[name].variants]
@@ -318,7 +325,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             (s, r, v) for s, r, v in turns if (s.name, args.budget, s.requests, s.tokens_out, v.name, r) not in done
         ]
         task = progress.add_task("throughput", total=len(turns))
-        fleet = stack.enter_context(Fleet(args.model, SERVERS_AT_ONCE))
+        fleet = stack.enter_context(Fleet(args.model, limit))
         for scenario, repetition, variant in turns:
             sized = () if scenario.pool is None else ("--max-total-tokens", str(scenario.pool))
             progress.update(task, description=f"starting {variant.name}")
@@ -333,7 +340,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "tokens_in": scenario.tokens_in,
                 "tokens_out": scenario.tokens_out,
                 "budget": args.budget,
-                "flags": [*flags, *variant.flags],
+                "flags": [*flags, *sized, *variant.flags],
+                "env": variant.env,
                 "client": list(scenario.client),
                 "seed": 1,
                 **identity,

@@ -10,7 +10,7 @@ from benchmark import plot
 def row(scenario: str, variant: str, budget: int, out: int, rate: float, repetition: int = 0) -> dict[str, Any]:
     return {
         **{"scenario": scenario, "variant": variant, "budget": budget, "tokens_out": out, "repetition": repetition},
-        **{"requests": 8, "tokens_in": 128, "pool_tokens": 1024, "machine": "m", "date": "d"},
+        **{"requests": 8, "tokens_in": 128, "pool_tokens": 1024, "machine": "m", "date": "d", "model": "n"},
         **{"versions": {"sglang": "s", "torch": "t"}, "output_throughput": rate, "median_tpot_ms": 8000 / rate},
     }
 

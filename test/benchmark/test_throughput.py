@@ -9,9 +9,8 @@ import pytest
 
 from benchmark import throughput
 
-pytestmark = pytest.mark.e2e
 
-
+@pytest.mark.e2e
 def test_a_quick_run_ends_in_tables_and_plots(tiny: Path, tmp_path: Path) -> None:
     command = ["--model", str(tiny), "--out", str(tmp_path), "--quick", "--policies", "vase-dkv"]
     command += ["--scenarios", "memory-bound-1/4", "--variants", "stock,vase-dkv"]
@@ -32,3 +31,10 @@ def test_a_quick_run_ends_in_tables_and_plots(tiny: Path, tmp_path: Path) -> Non
 
     assert throughput.main(command) == 0, "a second call has nothing left to measure"
     assert (tmp_path / "rows.jsonl").read_text() == raw
+
+
+def test_rows_of_another_model_are_not_continued(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"model": "other", **throughput.machine()}) + "\n")
+    with pytest.raises(SystemExit):
+        throughput.main(["--model", "model", "--out", str(tmp_path)])
+    assert "rows are of another model; name another folder" in capsys.readouterr().err
