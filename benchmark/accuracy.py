@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import mean
 from typing import Any, Literal
 
 import requests
@@ -28,10 +29,10 @@ from rich.progress import Progress
 from benchmark import accuracy_report
 from benchmark.accuracy_processors import ENV, FLAGS, Seeded
 from benchmark.accuracy_report import FULL, Row
-from benchmark.accuracy_tasks import REASONING_MODEL, TASKS, InputError, Item, Task, chat_ids, task
+from benchmark.accuracy_tasks import PAPER_TOKENS, REASONING_MODEL, TASKS, InputError, Item, Task, chat_ids, task
 from benchmark.fidelity import parse_policy
 from benchmark.progress import bar
-from benchmark.server import Server, ServerError
+from benchmark.server import REPEATABLE, Server, ServerError, flush
 from benchmark.throughput import STOCK, machine
 from sgl_vase import EvictionConfig
 from sgl_vase.config import PREFIX_MODES
@@ -52,7 +53,7 @@ SPREAD = 1.0
 
 @dataclass(frozen=True)
 class Variant:
-    """A policy with its options. ``reserve``: ``N_v`` as a share of the budget, ``None``: the server's default."""
+    """A policy with its options. ``reserve``: ``N_v`` as a share of ``T_eff - P``, ``None``: the server's default."""
 
     name: str
     policy: str
@@ -76,12 +77,16 @@ class Variant:
 
 @dataclass(frozen=True)
 class Cell:
-    """One variant at one budget on one task; ``variant`` is ``None`` for the full cache."""
+    """One variant at one budget on one task; ``variant`` is ``None`` for the full cache.
+
+    ``prompt``: mean prompt tokens of the task.
+    """
 
     task: Task
     variant: Variant | None
     label: str
     budget: int
+    prompt: int = 0
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -97,7 +102,8 @@ class Cell:
         share = self.variant.reserve
         if share is None and self.variant.policy in ("vase", "vase-attnv"):
             share = self.task.reserve
-        return None if share is None else round(share * self.budget)
+        protected = self.prompt if self.variant.prefix == "protect" else 0
+        return None if share is None else round(share * max(self.budget - protected, self.budget // 2))
 
 
 def eviction_flags(
@@ -167,13 +173,15 @@ class Settings:
         """The answer of a running server, as a row that is not graded yet."""
         cell = request.cell
         prompt: dict[str, Any] = {"text": request.item.prompt}
+        most = cell.task.new_tokens
         if cell.task.chat:
-            prompt = {"input_ids": chat_ids(self.model, request.item.prompt)}
+            prompt = {"input_ids": (ids := chat_ids(self.model, request.item.prompt))}
+            most = min(most, PAPER_TOKENS - len(ids))
         seed = request.seed(self.seed)
         params: dict[str, Any] = {"seed": seed, "temperature": self.temperature, "top_p": self.top_p}
         if cell.variant is not None:
             params["eviction"] = {"budget": cell.budget}
-        sampling = {"temperature": 0, "max_new_tokens": cell.task.new_tokens, "sampling_seed": seed}
+        sampling = {"temperature": 0, "max_new_tokens": most, "sampling_seed": seed}
         body = {**prompt, "sampling_params": {**sampling, "custom_params": params}, "custom_logit_processor": SEEDED}
         response = requests.post(server.url + "/generate", json=body, timeout=86400)
         if response.status_code != 200:
@@ -207,7 +215,7 @@ class Runner:
         self.file = out / "rows.jsonl"
         self.rows = [json.loads(line) for line in self.file.read_text().splitlines()] if self.file.exists() else []
         threads = max(1, len(os.sched_getaffinity(0)) // servers)
-        self.env = ENV | ({"OMP_NUM_THREADS": str(threads)} if servers > 1 else {})
+        self.env = ENV | REPEATABLE | ({"OMP_NUM_THREADS": str(threads)} if servers > 1 else {})
 
     def missing(self, cells: Sequence[Cell], problems: dict[str, list[Item]], samples: dict[str, int]) -> list[Request]:
         """What the rows do not hold yet."""
@@ -231,12 +239,17 @@ class Runner:
         up: list[Server] = []
 
         def serve(flags: tuple[str, ...], env: dict[str, str], cells: list[Cell]) -> None:
-            mine = [request for cell in cells for request in by_cell[cell]]
             server = Server(self.settings.model, (*self.flags, *flags), env={**self.env, **env})
             up.append(server)
+
+            def ask(request: Request) -> tuple[Request, Row]:
+                return request, self.settings.ask(server, request)
+
             with server, ThreadPoolExecutor(self.concurrency) as clients:
-                for answer in clients.map(lambda request: (request, self.settings.ask(server, request)), mine):
-                    answers.put(answer)
+                for cell in cells:
+                    flush(server.url)  # a prompt that the tree has leaves no queries to choose by
+                    for answer in clients.map(ask, by_cell[cell]):
+                        answers.put(answer)
 
         with ThreadPoolExecutor(self.servers) as pool:
             running = [pool.submit(serve, *group) for group in groups(list(by_cell), self.out)]
@@ -277,11 +290,19 @@ def budget(compression: str, task: Task, rows: Sequence[Row]) -> int:
         if task.budget is None:
             raise InputError(f"--compression {PAPER_BUDGET}: the paper has no budget for {task.name}")
         return task.budget
-    full = [row for row in rows if (row["task"], row["variant"]) == (task.name, FULL[0])]
     try:
-        return round(accuracy_report.mean_trace(full) / float(compression))
+        return round(accuracy_report.mean_trace(_full(task, rows)) / float(compression))
     except (ValueError, ZeroDivisionError):
         raise InputError(f"--compression: a number above 0 or {PAPER_BUDGET} is needed, got {compression!r}") from None
+
+
+def prompt_tokens(task: Task, rows: Sequence[Row]) -> int:
+    """Mean prompt tokens of a task that the full cache has answered."""
+    return round(mean(row["prompt_tokens"] for row in _full(task, rows)))
+
+
+def _full(task: Task, rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if (row["task"], row["variant"]) == (task.name, FULL[0])]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -296,7 +317,11 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         help="folder of JSONL files with problem and answer: aime25, aime26, hmmt, math, gpqa, gsm8k",
     )
-    add("--policies", default=POLICIES, help="name or name:option=value:..., comma separated; reserve=SHARE sets N_v")
+    add(
+        "--policies",
+        default=POLICIES,
+        help="name or name:option=value:..., comma separated; reserve: N_v / (T_eff - P)",
+    )
     add("--ablations", default="", help="more of them, at --ablation-compression only; all: the paper's")
     add("--prefixes", default="protect,detach", help="--eviction-prefix modes (default: %(default)s)")
     add("--compression", help=f"mean trace / budget, comma separated, or {PAPER_BUDGET} (default: 2,4,8 for reasoning)")
@@ -356,7 +381,7 @@ def measure(args: argparse.Namespace) -> None:
     with bar() as progress:
         runner.run(runner.missing([Cell(t, None, FULL[2], 0) for t in tasks], problems, samples), progress)
         cells = [
-            Cell(t, variant, label, budget(label, t, runner.rows))
+            Cell(t, variant, label, budget(label, t, runner.rows), prompt_tokens(t, runner.rows))
             for t in tasks
             for variants, labels in (
                 (main_table, args.compression or ("2,4,8" if t.budget is None else PAPER_BUDGET)),

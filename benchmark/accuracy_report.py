@@ -22,7 +22,7 @@ Row = dict[str, Any]
 Key = tuple[str, str, str]
 """Variant, prefix mode, compression."""
 FULL: Key = ("full", "-", "1")
-CONTROL = "random"
+CONTROL, OURS = "random", "vase-attnv"
 RESAMPLES = 10_000
 BEGIN = "<!-- generated: python -m benchmark.accuracy -->"
 
@@ -128,6 +128,8 @@ def table(task: str, label: str, prefix: str, chosen: dict[Key, list[Row]]) -> l
     references = {f"against `{CONTROL}`, protect": (CONTROL, "protect", label)}
     if prefix != "protect":
         references[f"against `{CONTROL}`, {prefix}"] = (CONTROL, prefix, label)
+    references[f"against `{OURS}`"] = (OURS, prefix, label)
+    references = {title: key for title, key in references.items() if key in chosen}
     head = [
         "",
         "T",
@@ -157,7 +159,7 @@ def table(task: str, label: str, prefix: str, chosen: dict[Key, list[Row]]) -> l
             str(found[0]["budget"] or "–"),
             f"{np.mean(cut):.0f}" if cut else "–",
             f"{100 * mean:.1f} ± {100 * error:.1f}",
-            *(_signed(difference(found, chosen[r])) if r in chosen and r != key else "–" for r in references.values()),
+            *(_signed(difference(found, chosen[r])) if r != key else "–" for r in references.values()),
             _signed(difference(found, full)) if key != FULL else "–",
             f"{np.mean([row['tokens'] for row in found]):.0f}",
             *(_share(found, name) for name in ("at_limit", "loop")),
@@ -226,8 +228,8 @@ def plots(rows: Sequence[Row], out: Path) -> list[str]:
                 if (prefix, variant) not in lines:
                     continue
                 x, y, error = np.array(lines[prefix, variant]).T
-                # Shifted a little, or error bars hide each other.
-                shifted = x * 1.015 ** (index - 6)
+                # Shifted by up to 5 %, or error bars hide each other.
+                shifted = x * 1.1 ** (index / max(1, len(variants) - 1) - 0.5)
                 style = {"marker": "o", "markersize": 4, "capsize": 2, "color": plt.cm.tab20(index % 20)}
                 panel.errorbar(shifted, 100 * y, 100 * error, label=variant, **style)
             ticks = sorted({value[0] for values in lines.values() for value in values})

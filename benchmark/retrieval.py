@@ -5,8 +5,8 @@
 Two tests, in two modes. ``fact``: one sentence with a number at the start, then unrelated sentences up to the length,
 then a question for the number. ``pairs``: lines ``word: number`` up to the length, then some of the words, the numbers
 to be filled in. ``read``: the context is the prompt (``--eviction-prefix detach``, or it would never be evicted).
-``generated``: the model is made to generate it (``protect``). The questions are always generated, so that a round comes
-before the first answer and none has seen its question. Rows go to ``rows.jsonl``; a second call continues.
+``generated``: the model is made to generate it (``protect``). The questions are always generated: a policy chooses
+before it sees them, but for the rounds that fall among them. Rows go to ``rows.jsonl``; a second call continues.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from benchmark.accuracy_processors import ENV, FLAGS, Forced
 from benchmark.accuracy_tasks import InputError
 from benchmark.pages import rewrite
 from benchmark.progress import bar
-from benchmark.server import Server, ServerError
+from benchmark.server import REPEATABLE, Server, ServerError, flush
 from benchmark.throughput import STOCK, machine
 
 POLICIES = "vase-attnv,vase-dkv,r-kv,snapkv,curdkv,random,streaming,value-range"
@@ -215,12 +215,15 @@ def measure(args: argparse.Namespace) -> None:
             progress.update(task, description=f"{policy} {mode}", advance=len(budgets) * len(probes) - len(todo))
             if not todo:
                 continue
-            server = Server(args.model, (*flags, *extra), env={**ENV, **env})
+            server = Server(args.model, (*flags, *extra), env={**ENV, **REPEATABLE, **env})
             with server, ThreadPoolExecutor(args.concurrency) as clients, file.open("a") as out:
-                for rows in clients.map(lambda plan: ask(server, plan[0], mode, plan[1], tokenizer), todo):  # noqa: B023
-                    out.writelines(json.dumps({"policy": policy, **row}) + "\n" for row in rows)
-                    out.flush()
-                    progress.advance(task)
+                for budget in budgets:
+                    flush(server.url)  # a prompt that the tree has leaves no queries to choose by
+                    chosen = [found for found, wanted in todo if wanted == budget]
+                    for rows in clients.map(lambda probe: ask(server, probe, mode, budget, tokenizer), chosen):  # noqa: B023
+                        out.writelines(json.dumps({"policy": policy, **row}) + "\n" for row in rows)
+                        out.flush()
+                        progress.advance(task)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
