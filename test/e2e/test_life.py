@@ -22,7 +22,7 @@ from test.e2e.texts import STORY, prompt_ids
 
 pytestmark = pytest.mark.e2e
 
-BUDGET, BUFFER, PAGE, POOL, TIMEOUT = 128, 32, 16, 896, 30
+BUDGET, BUFFER, PAGE, POOL, TIMEOUT = 128, 32, 16, 896, 60
 PRIVATE = BUDGET // 2
 FLAGS = (
     *("--eviction", "vase", "--eviction-budget", str(BUDGET), "--eviction-buffer", str(BUFFER)),
