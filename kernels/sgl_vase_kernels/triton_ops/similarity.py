@@ -151,13 +151,13 @@ def direction_scores_kernel(
         factor = key_factor(k_side, layer)
         k, inverse, finite = load_keys(k_side, base, row_slots, index, candidates, head, factor, OPERAND)
         place = ((layer * heads + head) * requests + request).to(tl.int64) * k_side.dim_pad
+        scores = (layer * heads + head).to(tl.int64) * total + row_field(meta, request, SCORE_START)
         mean = tl.load(sums + place + tl.arange(0, k_side.dim_pad)) / candidates
         direction = k.to(tl.float32) * inverse[:, None]
         if REDUNDANCY:
             score = tl.sum(direction * mean[None, :], 1) - tl.sum(direction * direction, 1) / candidates
             if SPARE_NEWEST:
                 spared = tl.zeros([BLOCK], tl.float32)
-                scores = (layer * heads + head).to(tl.int64) * total + row_field(meta, request, SCORE_START)
                 for other_start in range(0, candidates, BLOCK):
                     other = other_start + tl.arange(0, BLOCK)
                     chosen = tl.load(newest + scores + other, mask=other < candidates, other=-1)
@@ -167,8 +167,7 @@ def direction_scores_kernel(
         else:
             mean /= tl.maximum(tl.sqrt(tl.sum(mean * mean, 0)), TINY)
             score = tl.sum(direction * mean[None, :], 1)
-        place = (layer * heads + head).to(tl.int64) * total + row_field(meta, request, SCORE_START)
-        tl.store(out + place + index, tl.where(finite, score, float("nan")), mask=index < candidates)
+        tl.store(out + scores + index, tl.where(finite, score, float("nan")), mask=index < candidates)
 
 
 @triton.jit(do_not_specialize=["heads", "total"])
