@@ -103,7 +103,13 @@ class Cell:
         if share is None and self.variant.policy in ("vase", "vase-attnv"):
             share = self.task.reserve
         protected = self.prompt if self.variant.prefix == "protect" else 0
-        return None if share is None else round(share * max(self.budget - protected, self.budget // 2))
+        private = max(self.budget - protected, private_floor(self.budget, self.task.buffer))
+        return None if share is None else round(share * private)
+
+
+def private_floor(budget: int, buffer: int) -> int:
+    """``M`` of every policy here: half the budget, or what leaves a candidate beside the buffer."""
+    return max(budget // 2, buffer + 1)
 
 
 def eviction_flags(
@@ -116,7 +122,7 @@ def eviction_flags(
     if min(budgets) <= buffer:
         raise InputError(f"a budget of {min(budgets)} tokens needs a smaller --buffer than {buffer}")
     # A request's private floor is half its own budget, but never below its server's.
-    floor = max(min(budgets) // 2, buffer + 1)
+    floor = private_floor(min(budgets), buffer)
     try:
         config = EvictionConfig(
             *(variant.policy, max(budgets), buffer, value_tokens, floor),
