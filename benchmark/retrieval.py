@@ -217,10 +217,11 @@ def measure(args: argparse.Namespace) -> None:
                 continue
             server = Server(args.model, (*flags, *extra), env={**ENV, **REPEATABLE, **env})
             with server, ThreadPoolExecutor(args.concurrency) as clients, file.open("a") as out:
-                for budget in budgets:
-                    flush(server.url)  # a prompt that the tree has leaves no queries to choose by
-                    chosen = [found for found, wanted in todo if wanted == budget]
-                    for rows in clients.map(lambda probe: ask(server, probe, mode, budget, tokenizer), chosen):  # noqa: B023
+                # A prompt that the tree has leaves no queries to choose by.
+                for together in [budgets] if mode == "generated" else [[budget] for budget in budgets]:
+                    flush(server.url)
+                    chosen = [asked for asked in todo if asked[1] in together]
+                    for rows in clients.map(lambda asked: ask(server, asked[0], mode, asked[1], tokenizer), chosen):  # noqa: B023
                         out.writelines(json.dumps({"policy": policy, **row}) + "\n" for row in rows)
                         out.flush()
                         progress.advance(task)
