@@ -33,9 +33,10 @@ def spread(values: Sequence[float], digits: int = 1) -> str:
 
 
 def ratios(rows: list[Row], base: list[Row], key: str = "output_throughput") -> list[float]:
-    """Turn by turn: each repetition against the same repetition of the base."""
-    of_base = {row["repetition"]: row[key] for row in base}
-    return [row[key] / of_base[row["repetition"]] for row in rows if row["repetition"] in of_base]
+    """Turn by turn: each repetition against the same of the base, if one call measured both: hours differ."""
+    of_base = {(row.get("call"), row["repetition"]): row[key] for row in base}
+    turns = [(row[key], (row.get("call"), row["repetition"])) for row in rows]
+    return [value / of_base[turn] for value, turn in turns if turn in of_base]
 
 
 def decode_rate(row: Row) -> float:
@@ -124,7 +125,7 @@ def table(rows: list[Row]) -> str:
         columns = {
             "": list(variants),
             "vs stock": [
-                spread(ratios(measured, variants[STOCK]), 2) if STOCK in variants else "–"
+                spread(found, 2) if (found := ratios(measured, variants.get(STOCK, []))) else "–"
                 for measured in variants.values()
             ],
         }

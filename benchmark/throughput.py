@@ -4,8 +4,8 @@
 
 Real servers, driven one at a time by SGLang's own client with equal work (``ignore_eos``, fixed seeds). The
 variants of a scenario stay up together and take turns (A B C A B C ...), so that a drifting machine hits all
-alike; ratios are formed turn by turn. Raw rows go to ``rows.jsonl`` as they are measured; a second call
-continues where the first stopped. ``python -m benchmark.plot DIR`` redraws tables and plots from the rows.
+alike; ratios are formed turn by turn, within a call. Raw rows go to ``rows.jsonl`` as they are measured; a second
+call continues where the first stopped. ``python -m benchmark.plot DIR`` redraws tables and plots from the rows.
 """
 
 from __future__ import annotations
@@ -311,6 +311,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     key = ("scenario", "budget", "requests", "tokens_out", "variant", "repetition")
     measured = [json.loads(line) for line in rows.read_text().splitlines()] if rows.exists() else []
     identity = {"model": args.model.name, **machine()}
+    call = time.strftime("%Y-%m-%dT%H:%M:%S")
     for row in measured:
         if changed := [name for name in ("model", "machine", "versions") if row.get(name) != identity[name]]:
             parser.error(f"--out {args.out}: its rows are of another {' and '.join(changed)}; name another folder")
@@ -344,6 +345,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "env": variant.env,
                 "client": list(scenario.client),
                 "seed": 1,
+                "call": call,
                 **identity,
                 **drive(server, scenario, 1, args.out),
             }

@@ -37,3 +37,13 @@ def test_ratios_are_formed_turn_by_turn() -> None:
     assert "| vase | 2.50 (2.00–3.00) | 35.0 (30.0–40.0) |" in first, "3 and 2 times, not 35 / 15"
     assert "decode vs ideal" not in first, "no ideal of that budget was measured"
     assert "| vase | 0.90 | 45.0 |" in second, "a column of dashes is none"
+
+
+def test_no_ratio_across_calls() -> None:
+    """Another call is another hour, and the machine may be faster then."""
+    rows = [{**some, "call": "second" if some["repetition"] else "first"} for some in ROWS[:4]]
+    assert "| vase | 2.50 (2.00–3.00) |" in plot.table(rows)
+    rows[3]["call"] = "third"
+    assert "| vase | 3.00 |" in plot.table(rows)
+    rows[2]["call"] = "third"
+    assert "| vase | – |" in plot.table(rows)
