@@ -54,11 +54,10 @@ def evicting(policy: str, budget: int, name: str = "", flags: tuple[str, ...] = 
 
 
 PRODUCTION = Variant("stock", env=STOCK)
-MATCHED = Variant(
-    "stock without radix cache and overlap", ("--disable-radix-cache", "--disable-overlap-schedule"), STOCK
-)
+"""Production flags, which are those of our evicting servers as well: the baselines of both kinds are one."""
+PORTS = Variant("stock without radix cache and overlap", ("--disable-radix-cache", "--disable-overlap-schedule"), STOCK)
 """The flags that other evicting ports of SGLang need."""
-BASELINES = (PRODUCTION, MATCHED)
+BASELINES = (PRODUCTION, PORTS)
 OFF = Variant("eviction off")
 
 

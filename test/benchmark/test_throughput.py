@@ -38,3 +38,15 @@ def test_rows_of_another_model_are_not_continued(tmp_path: Path, capsys: pytest.
     with pytest.raises(SystemExit):
         throughput.main(["--model", "model", "--out", str(tmp_path)])
     assert "rows are of another model; name another folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_stock_has_the_flags_of_the_evicting_servers(quick: bool) -> None:
+    """So it is the baseline with production flags and the one with matched flags."""
+    for scenario in throughput.scenarios(quick, ["vase-dkv", "vase"], 512, 4096, 8).values():
+        stock, *others = scenario.variants
+        assert stock == throughput.PRODUCTION and stock.flags == ()
+        evicting = [variant for variant in others if "--eviction" in variant.flags]
+        assert evicting or scenario.name == "ideal"
+        for variant in evicting:
+            assert all(flag.startswith("--eviction") for flag in variant.flags[::2]), scenario.name
