@@ -13,7 +13,8 @@ from test.e2e.texts import QUESTIONS, STORY, chat
 pytestmark = pytest.mark.e2e
 
 BUDGET, BUFFER = 128, 16
-VASE = ("--eviction", "vase", "--eviction-budget", str(BUDGET), "--eviction-buffer", str(BUFFER))
+SIZES = ("--eviction-budget", str(BUDGET), "--eviction-buffer", str(BUFFER), "--eviction-min-private", "32")
+VASE = ("--eviction", "vase", *SIZES)
 DETACH = (*VASE, "--eviction-prefix", "detach")
 UNSHARED = (
     *("--eviction", "vase", "--eviction-budget", "128", "--disable-radix-cache"),
