@@ -34,9 +34,12 @@ def spread(values: Sequence[float], digits: int = 1) -> str:
 
 def ratios(rows: list[Row], base: list[Row], key: str = "output_throughput") -> list[float]:
     """Turn by turn: each repetition against the same of the base, if one call measured both: hours differ."""
-    of_base = {(row.get("call"), row["repetition"]): row[key] for row in base}
-    turns = [(row[key], (row.get("call"), row["repetition"])) for row in rows]
-    return [value / of_base[turn] for value, turn in turns if turn in of_base]
+
+    def turn(row: Row) -> tuple[Any, ...]:
+        return row.get("call"), row["repetition"]
+
+    of_base = {turn(row): row[key] for row in base}
+    return [row[key] / of_base[turn(row)] for row in rows if turn(row) in of_base]
 
 
 def decode_rate(row: Row) -> float:

@@ -58,7 +58,8 @@ def tile_products() -> torch.library.Library:
     """Compute every matrix product ``TILE`` rows at a time, the last padded, as long as what is returned lives.
 
     The CPU libraries choose code by the number of rows, and each orders its sums otherwise: the last bit of a
-    request's numbers would tell the size of its batch. Slower: about twice in a prefill, less in a decode step.
+    request's numbers would tell the size of its batch. Slower: two to three times in a prefill, five for a lone
+    row, hardly for 16.
     """
     library = torch.library.Library("aten", "IMPL")
 
