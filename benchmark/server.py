@@ -51,7 +51,7 @@ class ServerError(RuntimeError):
 def free_port() -> int:
     """A TCP port on the loopback interface that is free at this moment, and that no client is given by chance."""
     while True:
-        port = random.SystemRandom().randrange(10000, 32768)  # below the system's ephemeral ports
+        port = random.SystemRandom().randrange(10000, 22000)  # below SGLang's own and the system's ephemeral ports
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
@@ -104,7 +104,22 @@ class Server:
         """Start and return once the server has generated a token; ``on_wait(seconds)`` is called while it has not.
 
         Raises ``ServerError`` when the process ends first or ``timeout`` seconds pass; nothing is left running then.
+        A server whose ports were taken by another process before it bound them is started again.
         """
+        attempts = 3
+        while True:
+            self._launch()
+            attempts -= 1
+            try:
+                self._wait_until_ready(timeout, on_wait)
+                return self
+            except BaseException as error:
+                if not attempts or not isinstance(error, ServerError) or "already in use" not in self.log().lower():
+                    self.stop()
+                    raise
+                self._end()
+
+    def _launch(self) -> None:
         self.port = free_port()
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(self.model)]
         with self.log_path.open("wb") as log:
@@ -117,15 +132,14 @@ class Server:
                 start_new_session=True,
             )
         self._guard = guard(self._process.pid)
-        try:
-            self._wait_until_ready(timeout, on_wait)
-        except BaseException:
-            self.stop()
-            raise
-        return self
 
     def stop(self) -> None:
         """End the server and every process it started; safe to call twice."""
+        self._end()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _end(self) -> None:
         process, self._process = self._process, None
         if process is not None:
             family = _family(process.pid)
@@ -144,8 +158,6 @@ class Server:
         if watcher is not None:
             watcher.kill()
             watcher.communicate()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> Server:
         return self if self._process else self.start()

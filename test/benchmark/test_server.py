@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,36 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print(subprocess.Popen(["sleep", "300"]).pid, flush=True)
 time.sleep(300)
 """
+
+CROWDED = """
+import http.server, os, sys
+with open(os.environ["STARTS"], "a+") as starts:
+    starts.write("x")
+    starts.seek(0)
+    if len(starts.read()) <= int(os.environ["CROWDED"]):
+        sys.exit("EADDRINUSE, message: address already in use")
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Healthy).serve_forever()
+"""
+
+
+@pytest.mark.parametrize("crowded", [1, 3])
+def test_a_server_whose_port_was_taken_is_started_again(tmp_path: Path, crowded: int) -> None:
+    """But not for ever: the third failure is reported."""
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "__init__.py").touch()
+    (tmp_path / "sglang" / "launch_server.py").write_text(CROWDED)
+    starts = tmp_path / "starts"
+    env = {"PYTHONPATH": str(tmp_path), "STARTS": str(starts), "CROWDED": str(crowded)}
+    one = server.Server("model", env=env)
+    with contextlib.ExitStack() as stack:
+        if crowded == 3:
+            stack.enter_context(pytest.raises(server.ServerError, match="address already in use"))
+        stack.enter_context(one)
+    assert starts.read_text() == "x" * min(crowded + 1, 3)
 
 
 def test_a_server_does_not_outlive_its_owner() -> None:
