@@ -21,3 +21,9 @@ def serve(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cal
     """``serve(*flags, **env)``: the running server of that configuration. Two stay up: memory is shared."""
     with Fleet(model, 2, lambda: tmp_path_factory.mktemp("server") / "log.txt") as fleet:
         yield lambda *flags, **env: fleet.get([*COMMON, *flags], {**STRICT, **env})
+
+
+@pytest.fixture(scope="session")
+def serve_tiny(serve: Callable[..., Server], tiny: Path) -> Callable[..., Server]:
+    """The same with the random model: for what does not depend on the sense of an answer."""
+    return lambda *flags, **env: serve("--model-path", str(tiny), "--context-length", "4096", *flags, **env)

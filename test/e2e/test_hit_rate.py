@@ -25,17 +25,11 @@ WORKLOADS = workloads(BUDGET, quick=True)
 NAMES = [pytest.param(name, marks=pytest.mark.slow if name.startswith("tree") else ()) for name in WORKLOADS]
 
 
-@pytest.fixture
-def flags(tiny: Path) -> tuple[str, ...]:
-    """Of every server here. What is hit does not depend on what a model says."""
-    return ("--model-path", str(tiny), "--context-length", "4096")
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_hits_are_those_of_stock(serve: Serve, flags: tuple[str, ...], tiny: Path, name: str) -> None:
+def test_hits_are_those_of_stock(serve_tiny: Serve, tiny: Path, name: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny)
-    stock = measure(serve(*flags, SGLANG_PLUGINS="vase_cpu"), WORKLOADS[name], tokenizer)
-    row = measure(serve(*flags, *EVICTING), WORKLOADS[name], tokenizer)
+    stock = measure(serve_tiny(SGLANG_PLUGINS="vase_cpu"), WORKLOADS[name], tokenizer)
+    row = measure(serve_tiny(*EVICTING), WORKLOADS[name], tokenizer)
     assert violations(stock, stock) == []
     assert violations(row, stock) == []
     # An evicted answer that is sent again is all that the tree lacks.
@@ -46,9 +40,9 @@ def test_hits_are_those_of_stock(serve: Serve, flags: tuple[str, ...], tiny: Pat
     assert bool(violations({**row, **fewer}, stock)) == WORKLOADS[name].equal, "the comparison cannot fail"
 
 
-def test_tree_of_thought_example(serve: Serve, flags: tuple[str, ...]) -> None:
+def test_tree_of_thought_example(serve_tiny: Serve) -> None:
     """Every branch evicts, and one of them is chosen and answered from."""
-    command = [sys.executable, str(EXAMPLE), "--url", serve(*flags, *EVICTING).url, "--tokens", str(BUDGET * 5 // 4)]
+    command = [sys.executable, str(EXAMPLE), "--url", serve_tiny(*EVICTING).url, "--tokens", str(BUDGET * 5 // 4)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     branches, answer = done.stdout.split("\n\n", 1)

@@ -28,26 +28,26 @@ Serve = Callable[..., Server]
 
 
 def test_shared_prefix_does_not_bleed(serve: Serve) -> None:
-    """Eight requests share a 700-token prefix and evict; each says what it says alone."""
+    """Eight requests share a 700-token prefix and evict; every other one is asked again, and says the same alone."""
     server = serve(*VASE, **REPEATABLE)
     flush(server.url)
     prompts = [chat(f"{STORY}\n\n{question}") for question in QUESTIONS]
     together = generate_all(server.url, prompts, 84)
     assert all(answer["meta_info"]["prompt_tokens"] > 700 for answer in together)
     assert all(answer["meta_info"]["eviction"]["evictions"] >= 2 for answer in together)
-    alone = [generate(server.url, prompt, 84) for prompt in prompts]
+    alone = [generate(server.url, prompt, 84) for prompt in prompts[::2]]
     # The shared part was hit after its first readers had evicted.
     assert all(answer["meta_info"]["cached_tokens"] > 600 for answer in alone)
-    assert [a["text"] for a in together] == [a["text"] for a in alone]
+    assert [a["text"] for a in together[::2]] == [a["text"] for a in alone]
 
     reseeded = serve(*VASE, "--eviction-seed", "1", **REPEATABLE)
-    other = generate_all(reseeded.url, prompts, 84)
+    other = generate_all(reseeded.url, prompts[::2], 84)
     assert [a["text"] for a in other] != [a["text"] for a in alone], "the comparison cannot fail"
 
 
-def test_detach_bounds_a_long_shared_prompt(serve: Serve) -> None:
+def test_detach_bounds_a_long_shared_prompt(serve_tiny: Serve) -> None:
     """A 700-token prompt decodes from 144 slots; the tree keeps serving it to others, who answer as alone."""
-    server = serve(*DETACH)
+    server = serve_tiny(*DETACH)
     prompts = [chat(f"{STORY}\n\n{question}") for question in QUESTIONS[:4]]
     together = generate_all(server.url, prompts, 60)
     for answer in together:
@@ -61,9 +61,9 @@ def test_detach_bounds_a_long_shared_prompt(serve: Serve) -> None:
     flush(server.url)
 
 
-def test_a_long_prompt_is_compacted_after_its_prefill(serve: Serve) -> None:
+def test_a_long_prompt_is_compacted_after_its_prefill(serve_tiny: Serve) -> None:
     """2,000 prompt tokens decode from 320 slots; the tree shares the first T - M of them, and answers repeat."""
-    server = serve(*PREFILL, **REPEATABLE)
+    server = serve_tiny(*PREFILL, **REPEATABLE)
     flush(server.url)
     prompts = [chat(f"{STORY * 3}\n\n{question}") for question in QUESTIONS[:2]]
     first, second, short = generate_all(server.url, [*prompts, chat("Hi")], 40)
@@ -93,9 +93,9 @@ def test_six_thousand_prompt_tokens_decode_from_576_slots(serve: Serve, prefix: 
         flush(server.url)
 
 
-def test_long_private_prompt(serve: Serve) -> None:
+def test_long_private_prompt(serve_tiny: Serve) -> None:
     """Without a radix cache a long prompt is the request's own: it is compacted at the first decode steps."""
-    server = serve(*UNSHARED)
+    server = serve_tiny(*UNSHARED)
     prompts = [chat(STORY * 3 + question) for question in QUESTIONS[:2]] + [chat("Hi")]
     long, other, short = generate_all(server.url, prompts, 60)
     for answer in (long, other):

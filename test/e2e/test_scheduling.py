@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +20,9 @@ Serve = Callable[..., Server]
 DKV = ("--eviction", "vase-dkv", "--eviction-budget", "256")
 
 
-def test_admission_at_the_bounded_footprint(serve: Serve, tiny: Path) -> None:
+def test_admission_at_the_bounded_footprint(serve_tiny: Serve) -> None:
     """A pool of 8,192 runs 24 requests of 128 + 1,500 tokens at once (8,192 / 320 = 25), not five."""
-    server = serve("--model-path", str(tiny), "--context-length", "4096", *DKV)
+    server = serve_tiny(*DKV)
     flush(server.url)
     stop = threading.Event()
     most = 0.0
@@ -55,9 +54,9 @@ def test_admission_at_the_bounded_footprint(serve: Serve, tiny: Path) -> None:
     flush(server.url)
 
 
-def test_many_with_equal_triggers(serve: Serve, tiny: Path) -> None:
+def test_many_with_equal_triggers(serve_tiny: Serve) -> None:
     """Twenty-four equal requests are due at the same steps, with the overlap schedule."""
-    server = serve("--model-path", str(tiny), "--context-length", "4096", *DKV)
+    server = serve_tiny(*DKV)
     flush(server.url)
     answers = generate_all(server.url, [prompt_ids(i, 100) for i in range(24)], 360)
     assert len({str(answer["meta_info"]["eviction"]) for answer in answers}) == 1

@@ -39,9 +39,9 @@ def expected(prompt: int, new_tokens: int, page: int = 1) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("flags", [VASE, PAGED], ids=["overlap", "paged"])
-def test_prompts_of_every_awkward_length(serve: Serve, flags: tuple[str, ...]) -> None:
+def test_prompts_of_every_awkward_length(serve_tiny: Serve, flags: tuple[str, ...]) -> None:
     """Counters of unequal requests in one batch are those that the budget arithmetic predicts."""
-    server = serve(*flags)
+    server = serve_tiny(*flags)
     page = 16 if flags is PAGED else 1
     lengths = [1, 2, 63, 64, 65, 127, 129, 300]
     prompts = [[(7 * i + 11 * n) % 40000 + 100 for i in range(n)] for n in lengths]
@@ -56,9 +56,9 @@ def test_prompts_of_every_awkward_length(serve: Serve, flags: tuple[str, ...]) -
 
 
 @pytest.mark.parametrize("flags", [VASE, PAGED], ids=["overlap", "paged"])
-def test_resend_of_prompt_and_answer(serve: Serve, flags: tuple[str, ...]) -> None:
+def test_resend_of_prompt_and_answer(serve_tiny: Serve, flags: tuple[str, ...]) -> None:
     """The tree learned the prompt only; the second turn is recomputed past it, as a cold server does."""
-    server = serve(*flags)
+    server = serve_tiny(*flags)
     flush(server.url)
     question = "Write about the sea, the ships and the people who work there."
     first = generate(server.url, chat(question), 200)
@@ -72,14 +72,14 @@ def test_resend_of_prompt_and_answer(serve: Serve, flags: tuple[str, ...]) -> No
     assert warm["text"] == cold["text"]
 
 
-def test_kv_stays_bounded_while_1500_tokens_are_generated(serve: Serve) -> None:
-    server = serve(*VASE)
+def test_kv_stays_bounded_while_1500_tokens_are_generated(serve_tiny: Serve) -> None:
+    server = serve_tiny(*VASE)
     flush(server.url)
     used: list[float] = []
     done = threading.Event()
 
     def watch() -> None:
-        while not done.wait(0.5):
+        while not done.wait(0.1):
             used.append(gauge(server.url, "sglang:num_used_tokens"))
 
     watcher = threading.Thread(target=watch)
@@ -97,16 +97,16 @@ def test_kv_stays_bounded_while_1500_tokens_are_generated(serve: Serve) -> None:
     assert "#evictions: " in server.log()
 
 
-def test_identical_requests_in_a_row(serve: Serve) -> None:
-    server = serve(*VASE)
+def test_identical_requests_in_a_row(serve_tiny: Serve) -> None:
+    server = serve_tiny(*VASE)
     first, second = (generate(server.url, chat(QUESTIONS[5]), 200) for _ in range(2))
     assert first["text"] == second["text"]
     assert first["meta_info"]["eviction"] == second["meta_info"]["eviction"]
     assert first["meta_info"]["eviction"]["evictions"] > 0
 
 
-def test_abort_in_mid_generation(serve: Serve) -> None:
-    server = serve(*VASE)
+def test_abort_in_mid_generation(serve_tiny: Serve) -> None:
+    server = serve_tiny(*VASE)
     answers: list[requests.Response] = []
     request = threading.Thread(
         target=lambda: answers.append(
@@ -122,7 +122,7 @@ def test_abort_in_mid_generation(serve: Serve) -> None:
     before = gauge(server.url, "sgl_vase:eviction_rounds")
     request.start()
     while gauge(server.url, "sgl_vase:eviction_rounds") < before + 2:
-        time.sleep(0.5)
+        time.sleep(0.1)
     post(server.url, "/abort_request", rid="doomed").raise_for_status()
     request.join(60)
     assert answers and answers[0].json()["meta_info"]["finish_reason"]["type"] == "abort"
@@ -131,8 +131,8 @@ def test_abort_in_mid_generation(serve: Serve) -> None:
     assert generate(server.url, chat("Hello"), 5)["text"]
 
 
-def test_openai_usage_and_server_info(serve: Serve) -> None:
-    server = serve(*VASE)
+def test_openai_usage_and_server_info(serve_tiny: Serve) -> None:
+    server = serve_tiny(*VASE)
     info = requests.get(server.url + "/server_info", timeout=30).json()
     assert (info["eviction"], info["eviction_budget"], info["eviction_buffer"]) == ("vase-attnv", BUDGET, BUFFER)
     asked = {"model": "x", "messages": [{"role": "user", "content": "Count."}], "max_tokens": 5}
@@ -143,7 +143,7 @@ def test_openai_usage_and_server_info(serve: Serve) -> None:
     assert '"eviction":{"policy":"vase-attnv"' in streamed.text
 
 
-def test_a_budget_above_the_length_changes_nothing(serve: Serve) -> None:
+def test_a_budget_above_the_length_changes_nothing(serve_tiny: Serve) -> None:
     """Eviction on but under budget, off, and SGLang without the plugin say the same words."""
     prompts = [chat(question) for question in QUESTIONS[:2]]
     texts = {}
@@ -152,7 +152,7 @@ def test_a_budget_above_the_length_changes_nothing(serve: Serve) -> None:
         ("off", (), {}),
         ("stock", (), {"SGLANG_PLUGINS": "vase_cpu"}),
     ):
-        answers = [generate(serve(*flags, **env).url, prompt, 60) for prompt in prompts]
+        answers = [generate(serve_tiny(*flags, **env).url, prompt, 60) for prompt in prompts]
         texts[name] = [answer["text"] for answer in answers]
         assert all(("eviction" in answer["meta_info"]) == (name == "evicting") for answer in answers)
     assert texts["evicting"] == texts["off"] == texts["stock"]
