@@ -107,10 +107,10 @@ class VaseServerArgs(ServerArgs, dict=True):
             compat.check_server_args(view)
             if str(view.model_path).lower() not in ("none", "dummy"):
                 compat.check_model(model_config_of(self))
+            activate(config)
+            hooks.install_frontend()
         except ValueError as error:
             self._refuse(error)
-        activate(config)
-        hooks.install_frontend()
 
     def resolved_dict(self) -> dict[str, Any]:
         resolved = super().resolved_dict()

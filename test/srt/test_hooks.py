@@ -77,6 +77,29 @@ def test_a_missing_hook_is_noticed(sabotage: str) -> None:
     assert out.splitlines()[-1].startswith("--eviction cannot serve: ")
 
 
+def test_a_launcher_without_its_hooks_ends_in_one_sentence() -> None:
+    out = run(
+        """
+        import contextlib, io
+        import sglang.srt.entrypoints.engine
+        from sglang.srt.plugins.hook_registry import HookRegistry
+        from sgl_vase_srt.server_args import VaseServerArgs
+        HookRegistry.apply_hooks = lambda: None
+        record = VaseServerArgs(
+            model_path="dummy", device="cpu", attention_backend="torch_native", eviction="vase"
+        )
+        record._from_command_line = True
+        said = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(said):
+                record.resolve_once()
+        except SystemExit as stop:
+            print(stop.code, said.getvalue().splitlines()[-1])
+        """
+    )
+    assert out.splitlines()[-1].startswith("2 error: --eviction cannot serve: the hook on ")
+
+
 def test_another_sglang_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from sgl_vase_srt import hooks
 
