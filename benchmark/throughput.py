@@ -272,6 +272,12 @@ def machine() -> dict[str, Any]:
     }
 
 
+def rotated(variants: Sequence[Variant], turn: int) -> Sequence[Variant]:
+    """The order of a turn: another variant is first in each, for the first may be slower."""
+    first = turn % max(1, len(variants))
+    return (*variants[first:], *variants[:first])
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
@@ -320,7 +326,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     limit = 1 if any(table[name].pool is None for name in names) else SERVERS_AT_ONCE
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(bar())
-        turns = [(table[name], r, v) for name in names for r in range(repetitions) for v in table[name].variants]
+        turns = [
+            (table[name], r, v) for name in names for r in range(repetitions) for v in rotated(table[name].variants, r)
+        ]
         turns = [
             (s, r, v) for s, r, v in turns if (s.name, args.budget, s.requests, s.tokens_out, v.name, r) not in done
         ]

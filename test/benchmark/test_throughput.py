@@ -40,6 +40,14 @@ def test_rows_of_another_model_are_not_continued(tmp_path: Path, capsys: pytest.
     assert "rows are of another model; name another folder" in capsys.readouterr().err
 
 
+def test_no_variant_is_first_in_every_turn() -> None:
+    variants = throughput.scenarios(False, ["vase-dkv", "vase"], 512, 4096, 8)["short-outputs"].variants
+    names = [variant.name for variant in variants]
+    orders = [[variant.name for variant in throughput.rotated(variants, turn)] for turn in range(len(names))]
+    assert orders[0] == names and sorted(order[0] for order in orders) == sorted(names)
+    assert all(sorted(order) == sorted(names) for order in orders)
+
+
 @pytest.mark.parametrize("quick", [False, True])
 def test_stock_has_the_flags_of_the_evicting_servers(quick: bool) -> None:
     """So it is the baseline with production flags and the one with matched flags."""
