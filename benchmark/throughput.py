@@ -20,6 +20,7 @@ import re
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -274,8 +275,9 @@ def machine() -> dict[str, Any]:
 
 def rotated(variants: Sequence[Variant], turn: int) -> Sequence[Variant]:
     """The order of a turn: another variant is first in each, for the first may be slower."""
-    first = turn % max(1, len(variants))
-    return (*variants[first:], *variants[:first])
+    order = deque(variants)
+    order.rotate(-turn)
+    return order
 
 
 def main(argv: Sequence[str] | None = None) -> int:
