@@ -248,14 +248,13 @@ _frontend_installed = False
 
 
 def install_frontend() -> None:
-    """Hook the launcher and the tokenizer side of this process, once."""
+    """Hook the launcher and the tokenizer side of this process, once; look at the hooks each time."""
     global _frontend_installed
-    if _frontend_installed:
-        return
-    _frontend_installed = True
-    metrics.extend_usage_model()
-    _install(FRONTEND)
-    HookRegistry.apply_hooks()
+    if not _frontend_installed:
+        _frontend_installed = True
+        metrics.extend_usage_model()
+        _install(FRONTEND)
+        HookRegistry.apply_hooks()
     verify(FRONTEND)
 
 
