@@ -20,12 +20,15 @@ from matplotlib import pyplot as plt
 from benchmark.pages import pictures, rewrite
 
 Row = dict[str, Any]
-STOCK = "stock"
+BASELINES = ("stock", "stock without radix cache and overlap")
+"""Production flags, and those that other evicting ports need."""
 BEGIN = "<!-- generated: python -m benchmark.plot -->"
 
 
 def spread(values: Sequence[float], digits: int = 1) -> str:
-    """Median, with the range when there are several values."""
+    """Median, with the range when there are several values; a dash for none."""
+    if not values:
+        return "–"
     middle = statistics.median(values)
     if len(values) == 1:
         return f"{middle:.{digits}f}"
@@ -40,6 +43,16 @@ def ratios(rows: list[Row], base: list[Row], key: str = "output_throughput") -> 
 
     of_base = {turn(row): row[key] for row in base}
     return [row[key] / of_base[turn(row)] for row in rows if turn(row) in of_base]
+
+
+def decode_ratios(rows: list[Row], ideal: list[Row]) -> list[float]:
+    """Decode rates against each turn of the ideal in the same call."""
+    return [
+        decode_rate(row) / decode_rate(best)
+        for row in rows
+        for best in ideal
+        if "call" in row and row["call"] == best.get("call")
+    ]
 
 
 def decode_rate(row: Row) -> float:
@@ -94,7 +107,7 @@ def size(row: Row) -> str:
 
 
 def grouped(rows: list[Row]) -> dict[str, dict[str, list[Row]]]:
-    """Rows by scenario and variant; a scenario that was run at several sizes is several."""
+    """Rows by scenario and variant, baselines first; a scenario that was run at several sizes is several."""
     sizes: dict[str, set[str]] = {}
     for row in rows:
         sizes.setdefault(row["scenario"], set()).add(size(row))
@@ -104,7 +117,10 @@ def grouped(rows: list[Row]) -> dict[str, dict[str, list[Row]]]:
         if len(sizes[name]) > 1:
             name += f", {size(row)}"
         found.setdefault(name, {}).setdefault(row["variant"], []).append(row)
-    return found
+    return {
+        name: dict(sorted(variants.items(), key=lambda named: named[0] not in BASELINES))
+        for name, variants in found.items()
+    }
 
 
 def table(rows: list[Row]) -> str:
@@ -125,18 +141,12 @@ def table(rows: list[Row]) -> str:
             f"{some['versions']['sglang']}, torch {some['versions']['torch']}; {some['date']}.",
             "",
         ]
-        columns = {
-            "": list(variants),
-            "vs stock": [
-                spread(found, 2) if (found := ratios(measured, variants.get(STOCK, []))) else "–"
-                for measured in variants.values()
-            ],
-        }
-        if some["scenario"] == "equal-batch" and ideal:
-            columns["decode vs ideal"] = [
-                spread([decode_rate(row) / decode_rate(best) for row in measured for best in ideal], 2)
-                for measured in variants.values()
-            ]
+        columns = {"": list(variants)}
+        for base in BASELINES:
+            of_base = variants.get(base, [])
+            columns[f"vs {base}"] = [spread(ratios(measured, of_base), 2) for measured in variants.values()]
+        if some["scenario"] == "equal-batch":
+            columns["decode vs ideal"] = [spread(decode_ratios(measured, ideal), 2) for measured in variants.values()]
         for name, column in COLUMNS.items():
             columns[name] = [_cell(column, measured) for measured in variants.values()]
         if scenario == "paper-16k":

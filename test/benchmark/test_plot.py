@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmark import plot
+from benchmark import plot, throughput
 
 
 def row(scenario: str, variant: str, budget: int, out: int, rate: float, repetition: int = 0) -> dict[str, Any]:
@@ -18,8 +18,9 @@ def row(scenario: str, variant: str, budget: int, out: int, rate: float, repetit
 ROWS = [
     *(row("equal-batch", "stock", 256, 2048, rate, i) for i, rate in enumerate((10.0, 20.0))),
     *(row("equal-batch", "vase", 256, 2048, rate, i) for i, rate in enumerate((30.0, 40.0))),
-    row("equal-batch", "vase", 512, 4096, 45.0),
-    row("ideal", "stock", 512, 64, 50.0),
+    {**row("equal-batch", "vase", 512, 4096, 45.0), "call": "first"},
+    {**row("ideal", "stock", 512, 64, 50.0), "call": "first"},
+    {**row("ideal", "stock", 512, 64, 90.0), "call": "second"},
 ]
 
 
@@ -36,7 +37,19 @@ def test_ratios_are_formed_turn_by_turn() -> None:
     first, second, _ = plot.table(ROWS).split("###")[1:]
     assert "| vase | 2.50 (2.00–3.00) | 35.0 (30.0–40.0) |" in first, "3 and 2 times, not 35 / 15"
     assert "decode vs ideal" not in first, "no ideal of that budget was measured"
-    assert "| vase | 0.90 | 45.0 |" in second, "a column of dashes is none"
+    assert "| vase | 0.90 | 45.0 |" in second, "an ideal of the same call; and a column of dashes is none"
+
+
+def test_both_baselines_have_a_column_and_the_first_rows() -> None:
+    assert [variant.name for variant in throughput.BASELINES] == list(plot.BASELINES)
+    rates = {"vase": 20.0, plot.BASELINES[0]: 10.0, plot.BASELINES[1]: 8.0}
+    lines = plot.table([row("poisson", name, 256, 2048, rate) for name, rate in rates.items()]).splitlines()
+    assert [line.split(" | ")[0] for line in lines[-3:]] == [
+        "| stock",
+        "| stock without radix cache and overlap",
+        "| vase",
+    ]
+    assert "| vase | 2.00 | 2.50 | 20.0 |" in lines[-1]
 
 
 def test_no_ratio_across_calls() -> None:
