@@ -35,24 +35,18 @@ def spread(values: Sequence[float], digits: int = 1) -> str:
     return f"{middle:.{digits}f} ({min(values):.{digits}f}–{max(values):.{digits}f})"
 
 
-def ratios(rows: list[Row], base: list[Row], key: str = "output_throughput") -> list[float]:
+def output_rate(row: Row) -> float:
+    return float(row["output_throughput"])
+
+
+def ratios(rows: list[Row], base: list[Row], rate: Callable[[Row], float] = output_rate) -> list[float]:
     """Turn by turn: each repetition against the same of the base, if one call measured both: hours differ."""
 
     def turn(row: Row) -> tuple[Any, ...]:
         return row.get("call"), row["repetition"]
 
-    of_base = {turn(row): row[key] for row in base}
-    return [row[key] / of_base[turn(row)] for row in rows if turn(row) in of_base]
-
-
-def decode_ratios(rows: list[Row], ideal: list[Row]) -> list[float]:
-    """Decode rates against each turn of the ideal in the same call."""
-    return [
-        decode_rate(row) / decode_rate(best)
-        for row in rows
-        for best in ideal
-        if "call" in row and row["call"] == best.get("call")
-    ]
+    of_base = {turn(row): rate(row) for row in base}
+    return [rate(row) / of_base[turn(row)] for row in rows if turn(row) in of_base]
 
 
 def decode_rate(row: Row) -> float:
@@ -145,8 +139,10 @@ def table(rows: list[Row]) -> str:
         for base in BASELINES:
             of_base = variants.get(base, [])
             columns[f"vs {base}"] = [spread(ratios(measured, of_base), 2) for measured in variants.values()]
-        if some["scenario"] == "equal-batch":
-            columns["decode vs ideal"] = [spread(decode_ratios(measured, ideal), 2) for measured in variants.values()]
+        if some["scenario"] == "steady":
+            columns["decode vs ideal"] = [
+                spread(ratios(measured, ideal, decode_rate), 2) for measured in variants.values()
+            ]
         for name, column in COLUMNS.items():
             columns[name] = [_cell(column, measured) for measured in variants.values()]
         if scenario == "paper-16k":

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import version
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -104,8 +105,6 @@ def scenarios(quick: bool, policies: Sequence[str], budget: int, long_out: int, 
     add("equal-batch", roomy, batch, (tokens_in, out), with_off)
     # KV tokens over time: the flat line.
     add("one-request", roomy, 1, (tokens_in, out), compared)
-    # Decode of the same batch at the physical length an evicting row has: a free, perfect eviction.
-    add("ideal", roomy, batch, (budget, buffer), (PRODUCTION,))
     groups = 2 if batch > 2 and batch % 2 == 0 else 1
     group = ("--gsp-num-groups", str(groups), "--gsp-prompts-per-group", str(batch // groups))
     gsp_out = budget * 2
@@ -129,6 +128,21 @@ def scenarios(quick: bool, policies: Sequence[str], budget: int, long_out: int, 
         compared,
         *random_work(batch * 2, 256, half, 0.25),
         *("--request-rate", "0.5"),
+    )
+    # Stock decoding a batch of rows of T to T + B tokens, which is a free and perfect eviction, against rows that are
+    # kept there (detached: from the first step on). Short, and turn by turn: the machine drifts within minutes.
+    detach = (*small, "--eviction-prefix", "detach")
+    add(
+        "ideal", roomy, batch, (budget, buffer), (PRODUCTION,), *random_work(batch, budget, buffer), "--tokenize-prompt"
+    )
+    add(
+        "steady",
+        roomy,
+        batch,
+        (budget, 4 * buffer),
+        tuple(evicting(policy, budget, flags=detach) for policy in (policies[:1] if quick else policies)),
+        *random_work(batch, budget, 4 * buffer),
+        "--tokenize-prompt",
     )
     offered = batch * 2
     for share in (4,) if quick else (8, 4, 2, 1):
@@ -280,6 +294,11 @@ def rotated(variants: Sequence[Variant], turn: int) -> Sequence[Variant]:
     return order
 
 
+def side_by_side(chosen: Sequence[Scenario]) -> list[list[Scenario]]:
+    """Neighbours of one pool size: the same servers do, so they take turns as well."""
+    return [list(group) for _, group in groupby(chosen, key=lambda scenario: scenario.pool)]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
@@ -329,7 +348,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(bar())
         turns = [
-            (table[name], r, v) for name in names for r in range(repetitions) for v in rotated(table[name].variants, r)
+            (scenario, r, v)
+            for together in side_by_side([table[name] for name in names])
+            for r in range(repetitions)
+            for scenario in together
+            for v in rotated(scenario.variants, r)
         ]
         turns = [
             (s, r, v) for s, r, v in turns if (s.name, args.budget, s.requests, s.tokens_out, v.name, r) not in done
