@@ -124,8 +124,6 @@ def table(rows: list[Row]) -> str:
     for scenario, variants in groups.items():
         some = next(iter(variants.values()))[0]
         budget = "" if scenario.startswith("paper") else f"; budget {some['budget']}"
-        same = ("budget", "requests", "model")
-        ideal = [row for row in rows if row["scenario"] == "ideal" and all(row[n] == some[n] for n in same)]
         lines += [
             f"### {scenario}",
             "",
@@ -140,6 +138,8 @@ def table(rows: list[Row]) -> str:
             of_base = variants.get(base, [])
             columns[f"vs {base}"] = [spread(ratios(measured, of_base), 2) for measured in variants.values()]
         if some["scenario"] == "steady":
+            same = ("budget", "requests", "model")
+            ideal = [row for row in rows if row["scenario"] == "ideal" and all(row[n] == some[n] for n in same)]
             columns["decode vs ideal"] = [
                 spread(ratios(measured, ideal, decode_rate), 2) for measured in variants.values()
             ]

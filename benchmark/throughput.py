@@ -132,18 +132,10 @@ def scenarios(quick: bool, policies: Sequence[str], budget: int, long_out: int, 
     # Stock decoding a batch of rows of T to T + B tokens, which is a free and perfect eviction, against rows that are
     # kept there (detached: from the first step on). Short, and turn by turn: the machine drifts within minutes.
     detach = (*small, "--eviction-prefix", "detach")
-    add(
-        "ideal", roomy, batch, (budget, buffer), (PRODUCTION,), *random_work(batch, budget, buffer), "--tokenize-prompt"
-    )
-    add(
-        "steady",
-        roomy,
-        batch,
-        (budget, 4 * buffer),
-        tuple(evicting(policy, budget, flags=detach) for policy in (policies[:1] if quick else policies)),
-        *random_work(batch, budget, 4 * buffer),
-        "--tokenize-prompt",
-    )
+    kept = tuple(evicting(policy, budget, flags=detach) for policy in (policies[:1] if quick else policies))
+    for name, steps, variants in (("ideal", buffer, (PRODUCTION,)), ("steady", 4 * buffer, kept)):
+        exact = (*random_work(batch, budget, steps), "--tokenize-prompt")
+        add(name, roomy, batch, (budget, steps), variants, *exact)
     offered = batch * 2
     for share in (4,) if quick else (8, 4, 2, 1):
         pool = max(offered * (tokens_in + half) // share, budget + 2 * buffer) + 64

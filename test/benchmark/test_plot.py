@@ -19,6 +19,7 @@ ROWS = [
     *(row("equal-batch", "stock", 256, 2048, rate, i) for i, rate in enumerate((10.0, 20.0))),
     *(row("equal-batch", "vase", 256, 2048, rate, i) for i, rate in enumerate((30.0, 40.0))),
     row("equal-batch", "vase", 512, 4096, 45.0),
+    row("ideal", "stock", 512, 64, 50.0),
 ]
 
 
@@ -26,13 +27,15 @@ def test_a_scenario_at_two_sizes_is_two_tables() -> None:
     assert list(plot.grouped(ROWS)) == [
         "equal-batch, 8 x 2048 out, budget 256",
         "equal-batch, 8 x 4096 out, budget 512",
+        "ideal",
     ]
     assert list(plot.grouped(ROWS[:4])) == ["equal-batch"]
 
 
 def test_ratios_are_formed_turn_by_turn() -> None:
-    first, second = plot.table(ROWS).split("###")[1:]
+    first, second, _ = plot.table(ROWS).split("###")[1:]
     assert "| vase | 2.50 (2.00–3.00) | 35.0 (30.0–40.0) |" in first, "3 and 2 times, not 35 / 15"
+    assert "decode vs ideal" not in first, "no ideal of that budget was measured"
     assert "| vase | 45.0 |" in second, "a column of dashes is none"
 
 
