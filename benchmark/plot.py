@@ -39,7 +39,19 @@ def output_rate(row: Row) -> float:
     return float(row["output_throughput"])
 
 
-def ratios(rows: list[Row], base: list[Row], rate: Callable[[Row], float] = output_rate) -> list[float]:
+def decode_rate(row: Row) -> float:
+    """Output tokens a second of a full batch without its prefill: requests over the time per output token."""
+    return float(row["requests"] * 1000 / row["median_tpot_ms"])
+
+
+RATIOS: dict[str, tuple[str, Callable[[Row], float]]] = {
+    **{f"vs {name}": (name, output_rate) for name in BASELINES},
+    "decode vs ideal": ("ideal", decode_rate),
+}
+"""Column: the variant that the others are divided by, and the rate."""
+
+
+def ratios(rows: list[Row], base: list[Row], rate: Callable[[Row], float]) -> list[float]:
     """Turn by turn: each repetition against the same of the base, if one call measured both: hours differ."""
 
     def turn(row: Row) -> tuple[Any, ...]:
@@ -47,11 +59,6 @@ def ratios(rows: list[Row], base: list[Row], rate: Callable[[Row], float] = outp
 
     of_base = {turn(row): rate(row) for row in base}
     return [rate(row) / of_base[turn(row)] for row in rows if turn(row) in of_base]
-
-
-def decode_rate(row: Row) -> float:
-    """Output tokens a second of a full batch without its prefill: requests over the time per output token."""
-    return float(row["requests"] * 1000 / row["median_tpot_ms"])
 
 
 COLUMNS: dict[str, Callable[[list[Row]], str]] = {
@@ -101,7 +108,7 @@ def size(row: Row) -> str:
 
 
 def grouped(rows: list[Row]) -> dict[str, dict[str, list[Row]]]:
-    """Rows by scenario and variant, baselines first; a scenario that was run at several sizes is several."""
+    """Rows by scenario and variant, first what others are divided by; a scenario run at several sizes is several."""
     sizes: dict[str, set[str]] = {}
     for row in rows:
         sizes.setdefault(row["scenario"], set()).add(size(row))
@@ -111,8 +118,9 @@ def grouped(rows: list[Row]) -> dict[str, dict[str, list[Row]]]:
         if len(sizes[name]) > 1:
             name += f", {size(row)}"
         found.setdefault(name, {}).setdefault(row["variant"], []).append(row)
+    divisors = [base for base, _ in RATIOS.values()]
     return {
-        name: dict(sorted(variants.items(), key=lambda named: named[0] not in BASELINES))
+        name: dict(sorted(variants.items(), key=lambda named: named[0] not in divisors))
         for name, variants in found.items()
     }
 
@@ -134,15 +142,9 @@ def table(rows: list[Row]) -> str:
             "",
         ]
         columns = {"": list(variants)}
-        for base in BASELINES:
+        for name, (base, rate) in RATIOS.items():
             of_base = variants.get(base, [])
-            columns[f"vs {base}"] = [spread(ratios(measured, of_base), 2) for measured in variants.values()]
-        if some["scenario"] == "steady":
-            same = ("budget", "requests", "model")
-            ideal = [row for row in rows if row["scenario"] == "ideal" and all(row[n] == some[n] for n in same)]
-            columns["decode vs ideal"] = [
-                spread(ratios(measured, ideal, decode_rate), 2) for measured in variants.values()
-            ]
+            columns[name] = [spread(ratios(measured, of_base, rate), 2) for measured in variants.values()]
         for name, column in COLUMNS.items():
             columns[name] = [_cell(column, measured) for measured in variants.values()]
         if scenario == "paper-16k":

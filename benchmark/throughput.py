@@ -25,7 +25,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import version
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +43,12 @@ STOCK = {"SGLANG_PLUGINS": "vase_cpu"}
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to serve: extra flags and environment beside the scenario's."""
+    """One way to serve: flags, environment and client arguments beside the scenario's."""
 
     name: str
     flags: tuple[str, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
+    client: tuple[str, ...] = ()
 
 
 def evicting(policy: str, budget: int, name: str = "", flags: tuple[str, ...] = ()) -> Variant:
@@ -60,6 +60,7 @@ PRODUCTION = Variant("stock", env=STOCK)
 PORTS = Variant("stock without radix cache and overlap", ("--disable-radix-cache", "--disable-overlap-schedule"), STOCK)
 """The flags that other evicting ports of SGLang need."""
 BASELINES = (PRODUCTION, PORTS)
+IDEAL = "ideal"
 OFF = Variant("eviction off")
 
 
@@ -129,13 +130,13 @@ def scenarios(quick: bool, policies: Sequence[str], budget: int, long_out: int, 
         *random_work(batch * 2, 256, half, 0.25),
         *("--request-rate", "0.5"),
     )
-    # Stock decoding a batch of rows of T to T + B tokens, which is a free and perfect eviction, against rows that are
-    # kept there (detached: from the first step on). Short, and turn by turn: the machine drifts within minutes.
+    # Rows that are kept between T and T + B tokens (detached: from the first round on, and that is their second token)
+    # against stock decoding as many through that range, which is a free and perfect eviction. Short: machines drift.
+    ideal = Variant(IDEAL, env=STOCK, client=random_work(batch, budget, buffer))
     detach = (*small, "--eviction-prefix", "detach")
-    kept = tuple(evicting(policy, budget, flags=detach) for policy in (policies[:1] if quick else policies))
-    for name, steps, variants in (("ideal", buffer, (PRODUCTION,)), ("steady", 4 * buffer, kept)):
-        exact = (*random_work(batch, budget, steps), "--tokenize-prompt")
-        add(name, roomy, batch, (budget, steps), variants, *exact)
+    kept = (evicting(policy, budget, flags=detach) for policy in (policies[:1] if quick else policies))
+    steady = (budget + buffer - 1, 4 * buffer)
+    add("steady", roomy, batch, steady, (ideal, *kept), *random_work(batch, *steady), "--tokenize-prompt")
     offered = batch * 2
     for share in (4,) if quick else (8, 4, 2, 1):
         pool = max(offered * (tokens_in + half) // share, budget + 2 * buffer) + 64
@@ -234,7 +235,7 @@ def client(arguments: Sequence[str], log: Path) -> None:
     cli_main()
 
 
-def drive(server: Server, scenario: Scenario, seed: int, scratch: Path) -> dict[str, Any]:
+def drive(server: Server, scenario: Scenario, variant: Variant, seed: int, scratch: Path) -> dict[str, Any]:
     """One run of the client against a server that is up; the row without its identity."""
     flush(server.url)
     output, log = scratch / "client.jsonl", scratch / "client.log"
@@ -242,7 +243,7 @@ def drive(server: Server, scenario: Scenario, seed: int, scratch: Path) -> dict[
     arguments = [
         *("--backend", "sglang", "--base-url", server.url),
         *("--model", str(server.model), "--seed", str(seed), "--output-file", str(output), "--output-details"),
-        *("--disable-tqdm", "--warmup-requests", "0", *scenario.client),
+        *("--disable-tqdm", "--warmup-requests", "0", *scenario.client, *variant.client),
     ]
     before = counters(server)
     process = CLIENTS.Process(target=client, args=(arguments, log), daemon=True)
@@ -286,11 +287,6 @@ def rotated(variants: Sequence[Variant], turn: int) -> Sequence[Variant]:
     return order
 
 
-def side_by_side(chosen: Sequence[Scenario]) -> list[list[Scenario]]:
-    """Neighbours of one pool size: the same servers do, so they take turns as well."""
-    return [list(group) for _, group in groupby(chosen, key=lambda scenario: scenario.pool)]
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
@@ -320,9 +316,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if unknown := sorted(wanted - known):
             parser.error(f"--variants: unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}")
         for name in names:
-            kept = tuple(variant for variant in table[name].variants if variant.name in wanted)
-            # What the ideal is measured on is stock, whoever is compared with it.
-            table[name] = table[name] if name == "ideal" else replace(table[name], variants=kept)
+            kept = tuple(v for v in table[name].variants if v.name in (*wanted, IDEAL))
+            table[name] = replace(table[name], variants=kept)
     args.out.mkdir(parents=True, exist_ok=True)
     rows = args.out / "rows.jsonl"
     repetitions = 1 if args.quick else args.repetitions
@@ -341,9 +336,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         progress = stack.enter_context(bar())
         turns = [
             (scenario, r, v)
-            for together in side_by_side([table[name] for name in names])
+            for scenario in map(table.__getitem__, names)
             for r in range(repetitions)
-            for scenario in together
             for v in rotated(scenario.variants, r)
         ]
         turns = [
@@ -367,11 +361,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "budget": args.budget,
                 "flags": [*flags, *sized, *variant.flags],
                 "env": variant.env,
-                "client": list(scenario.client),
+                "client": [*scenario.client, *variant.client],
                 "seed": 1,
                 "call": call,
                 **identity,
-                **drive(server, scenario, 1, args.out),
+                **drive(server, scenario, variant, 1, args.out),
             }
             with rows.open("a") as file:
                 file.write(json.dumps(row) + "\n")

@@ -48,19 +48,14 @@ def test_no_variant_is_first_in_every_turn() -> None:
     assert all(sorted(order) == sorted(names) for order in orders)
 
 
-def test_the_ideal_takes_turns_with_what_is_compared() -> None:
-    table = throughput.scenarios(False, ["vase-dkv", "vase"], 512, 4096, 8)
-    together = throughput.side_by_side([table[name] for name in ("ideal", "steady", "memory-bound-1/4")])
-    assert [[scenario.name for scenario in some] for some in together] == [["ideal", "steady"], ["memory-bound-1/4"]]
-
-
 @pytest.mark.parametrize("quick", [False, True])
 def test_stock_has_the_flags_of_the_evicting_servers(quick: bool) -> None:
     """So it is the baseline with production flags and the one with matched flags."""
-    assert throughput.PRODUCTION.flags == ()
     for scenario in throughput.scenarios(quick, ["vase-dkv", "vase"], 512, 4096, 8).values():
-        assert scenario.variants[0] == throughput.PRODUCTION or scenario.name == "steady", "whose stock is ideal's"
+        base = scenario.variants[0]
+        assert base.name == (throughput.IDEAL if scenario.name == "steady" else throughput.PRODUCTION.name)
+        assert (base.flags, base.env) == ((), throughput.STOCK)
         evicting = [variant for variant in scenario.variants if "--eviction" in variant.flags]
-        assert evicting or scenario.name == "ideal"
+        assert evicting
         for variant in evicting:
             assert all(flag.startswith("--eviction") for flag in variant.flags[::2]), scenario.name
