@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 from collections.abc import Callable, Sequence
@@ -62,6 +63,7 @@ def ratios(rows: list[Row], base: list[Row], rate: Callable[[Row], float]) -> li
 
 
 COLUMNS: dict[str, Callable[[list[Row]], str]] = {
+    "out, a request": lambda rows: f"{statistics.median(r['total_output_tokens'] / r['requests'] for r in rows):.0f}",
     "output tok/s": lambda rows: spread([row["output_throughput"] for row in rows]),
     "TTFT ms": lambda rows: spread([row["median_ttft_ms"] for row in rows], 0),
     "TTFT p99 ms": lambda rows: spread([row["p99_ttft_ms"] for row in rows], 0),
@@ -96,11 +98,13 @@ PUBLISHED = {
 
 
 def _cell(column: Callable[[list[Row]], str], rows: list[Row]) -> str:
-    """A dash for rows that were measured before the column existed."""
-    try:
-        return column(rows)
-    except KeyError:
-        return "–"
+    """Of the rows that have it: a dash if all were measured before the column existed."""
+    known = []
+    for row in rows:
+        with contextlib.suppress(KeyError):
+            column([row])
+            known.append(row)
+    return column(known) if known else "–"
 
 
 def size(row: Row) -> str:
@@ -131,6 +135,7 @@ def table(rows: list[Row]) -> str:
     groups = grouped(rows)
     for scenario, variants in groups.items():
         some = next(iter(variants.values()))[0]
+        days = sorted({row["date"] for measured in variants.values() for row in measured})
         budget = "" if scenario.startswith("paper") else f"; budget {some['budget']}"
         lines += [
             f"### {scenario}",
@@ -138,7 +143,7 @@ def table(rows: list[Row]) -> str:
             f"{some['model']}: {some['requests']} requests of {some['tokens_in']} in, {some['tokens_out']} out"
             f"{' at most' if scenario.startswith('poisson') else ''}; pool {some['pool_tokens']:,.0f} tokens"
             f"{budget}; {some['machine']}; sglang "
-            f"{some['versions']['sglang']}, torch {some['versions']['torch']}; {some['date']}.",
+            f"{some['versions']['sglang']}, torch {some['versions']['torch']}; {', '.join(days)}.",
             "",
         ]
         columns = {"": list(variants)}
@@ -206,6 +211,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--docs", type=Path, help="Markdown file whose generated part is rewritten")
     args = parser.parse_args(argv)
     out: Path = args.folder
+    if not (out / "rows.jsonl").is_file():
+        parser.error(f"{out}: no rows.jsonl there; name a folder that benchmark.throughput wrote to (--out)")
+    if args.docs is not None and not args.docs.is_file():
+        parser.error(f"--docs {args.docs}: no such file")
     rows = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
     (out / "table.md").write_text(table(rows))
     names = plots(rows, out)

@@ -3,9 +3,9 @@
     python -m benchmark.throughput --model DIR --scenarios equal-batch,memory-bound-1/4 --out DIR [--quick]
 
 Real servers, driven one at a time by SGLang's own client with equal work (``ignore_eos``, fixed seeds). The
-variants of a scenario stay up together and take turns (A B C A B C ...), so that a drifting machine hits all
+variants of a scenario stay up together and take turns (A B C, B C A, ...), so that a drifting machine hits all
 alike; ratios are formed turn by turn, within a call. Raw rows go to ``rows.jsonl`` as they are measured; a second
-call continues where the first stopped. ``python -m benchmark.plot DIR`` redraws tables and plots from the rows.
+call measures what is missing. ``python -m benchmark.plot DIR`` redraws tables and plots from the rows.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ import requests
 
 from benchmark.progress import bar
 from benchmark.server import Fleet, Server, flush
+from sgl_vase import EvictionConfig
 
 BUDGET, QUICK_BUDGET = 512, 48
+BUFFER, QUICK_BUFFER = 64, 16
 SERVERS_AT_ONCE = 5
 STOCK = {"SGLANG_PLUGINS": "vase_cpu"}
 """Of this project, only the CPU platform is loaded: SGLang as it is."""
@@ -86,7 +88,7 @@ def random_work(requests: int, tokens_in: int, tokens_out: int, ratio: float = 1
 
 def scenarios(quick: bool, policies: Sequence[str], budget: int, long_out: int, batch: int) -> dict[str, Scenario]:
     """Every scenario by name; ``quick`` checks the plumbing with a few tokens."""
-    buffer = 16 if quick else 64
+    buffer = QUICK_BUFFER if quick else BUFFER
     small = ("--eviction-buffer", str(buffer)) if quick else ()
     compared = (*BASELINES, *(evicting(policy, budget, flags=small) for policy in policies))
     with_off = (*compared, OFF)
@@ -141,7 +143,8 @@ def scenarios(quick: bool, policies: Sequence[str], budget: int, long_out: int, 
     for share in (4,) if quick else (8, 4, 2, 1):
         pool = max(offered * (tokens_in + half) // share, budget + 2 * buffer) + 64
         add(f"memory-bound-1/{share}", pool, offered, (tokens_in, half), compared)
-    paper = [evicting(policy, t, f"{policy} T {t}") for t in (2048, 4096, 6144) for policy in (*policies, "r-kv")]
+    published = dict.fromkeys((*policies, "r-kv"))
+    paper = [evicting(policy, t, f"{policy} T {t}") for t in (2048, 4096, 6144) for policy in published]
     for thousand in (16, 32):
         add(f"paper-{thousand}k", None, 16, (256, thousand * 1024), (*BASELINES, *paper))
     return {scenario.name: scenario for scenario in found}
@@ -235,7 +238,7 @@ def client(arguments: Sequence[str], log: Path) -> None:
     cli_main()
 
 
-def drive(server: Server, scenario: Scenario, variant: Variant, seed: int, scratch: Path) -> dict[str, Any]:
+def drive(server: Server, requests: int, work: Sequence[str], seed: int, scratch: Path) -> dict[str, Any]:
     """One run of the client against a server that is up; the row without its identity."""
     flush(server.url)
     output, log = scratch / "client.jsonl", scratch / "client.log"
@@ -243,7 +246,7 @@ def drive(server: Server, scenario: Scenario, variant: Variant, seed: int, scrat
     arguments = [
         *("--backend", "sglang", "--base-url", server.url),
         *("--model", str(server.model), "--seed", str(seed), "--output-file", str(output), "--output-details"),
-        *("--disable-tqdm", "--warmup-requests", "0", *scenario.client, *variant.client),
+        *("--disable-tqdm", "--warmup-requests", "0", *work),
     ]
     before = counters(server)
     process = CLIENTS.Process(target=client, args=(arguments, log), daemon=True)
@@ -252,10 +255,10 @@ def drive(server: Server, scenario: Scenario, variant: Variant, seed: int, scrat
         process.join()
     after = counters(server)  # a dead server is found here, before its client is blamed
     if process.exitcode:
-        raise RuntimeError(f"the client failed on {scenario.name}:\n{log.read_text()[-2000:]}")
+        raise RuntimeError(f"the client failed on {' '.join(work)}:\n{log.read_text()[-2000:]}")
     result = json.loads(output.read_text().splitlines()[-1])
-    if result["completed"] != scenario.requests:
-        raise RuntimeError(f"{scenario.name}: {result['completed']} of {scenario.requests} requests completed")
+    if result["completed"] != requests:
+        raise RuntimeError(f"{result['completed']} of {requests} requests completed:\n{log.read_text()[-2000:]}")
     running = [sample[1] for sample in watch.samples if sample[1]]
     kept = ("duration", "output_throughput", "total_output_tokens", "completed")
     latencies = [f"{stat}_{name}_ms" for name in ("ttft", "tpot", "itl") for stat in ("mean", "median", "p99")]
@@ -273,9 +276,10 @@ def drive(server: Server, scenario: Scenario, variant: Variant, seed: int, scrat
 
 def machine() -> dict[str, Any]:
     names = ("sglang", "sgl-vase", "torch")
+    cards = "".join(f", {pynvml.nvmlDeviceGetName(gpu)}" for gpu in gpus())
     return {
         "versions": {name: version(name) for name in names},
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {psutil.virtual_memory().total // 2**30} GiB",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {psutil.virtual_memory().total // 2**30} GiB{cards}",
         "date": time.strftime("%Y-%m-%d"),
     }
 
@@ -287,6 +291,13 @@ def rotated(variants: Sequence[Variant], turn: int) -> Sequence[Variant]:
     return order
 
 
+def positive(text: str) -> int:
+    """An argument that counts something."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"a whole number above 0 is needed, got {text}")
+    return int(text)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
@@ -294,10 +305,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--scenarios", default="all", help="names, comma separated, or all (but paper-16k, paper-32k)")
     parser.add_argument("--policies", default="vase-dkv,vase", help="policies to run beside stock")
     parser.add_argument("--variants", default="", help="run these variants only, comma separated, e.g. stock,vase")
-    parser.add_argument("--budget", type=int, help=f"--eviction-budget (default: {BUDGET}, quick: {QUICK_BUDGET})")
-    parser.add_argument("--long-out", type=int, default=4096, help="output tokens of the long scenarios")
-    parser.add_argument("--batch", type=int, default=8, help="requests at once; a queue is offered twice as many")
-    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--budget", type=positive, help=f"--eviction-budget (default: {BUDGET}, quick: {QUICK_BUDGET})")
+    parser.add_argument("--long-out", type=positive, default=4096, help="output tokens of the long scenarios")
+    parser.add_argument("--batch", type=positive, default=8, help="requests at once; a queue is offered twice as many")
+    parser.add_argument("--repetitions", type=positive, default=3)
     parser.add_argument("--quick", action="store_true", help="a few tokens: the plumbing, not the speed")
     parser.add_argument("--server-flags", default="--device cpu --sleep-on-idle", help="flags of every server")
     args = parser.parse_args(argv)
@@ -305,7 +316,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     args.budget = args.budget or (QUICK_BUDGET if args.quick else BUDGET)
 
-    table = scenarios(args.quick, args.policies.split(","), args.budget, args.long_out, args.batch)
+    policies = list(dict.fromkeys(args.policies.split(",")))
+    for policy in policies:
+        try:
+            EvictionConfig(policy, args.budget, QUICK_BUFFER if args.quick else BUFFER)
+        except ValueError as error:
+            parser.error(f"--policies {args.policies} --budget {args.budget}: {error}")
+    table = scenarios(args.quick, policies, args.budget, args.long_out, args.batch)
     on_request = ("paper-16k", "paper-32k")
     names = [n for n in table if n not in on_request] if args.scenarios == "all" else args.scenarios.split(",")
     if unknown := [name for name in names if name not in table]:
@@ -316,56 +333,61 @@ def main(argv: Sequence[str] | None = None) -> int:
         if unknown := sorted(wanted - known):
             parser.error(f"--variants: unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}")
         for name in names:
-            kept = tuple(v for v in table[name].variants if v.name in (*wanted, IDEAL))
+            chosen = [variant.name for variant in table[name].variants if variant.name in wanted]
+            if not chosen:
+                parser.error(f"--variants {args.variants}: none of them belongs to {name}")
+            kept = tuple(variant for variant in table[name].variants if variant.name in (*chosen, IDEAL))
             table[name] = replace(table[name], variants=kept)
-    args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out: {error}")
     rows = args.out / "rows.jsonl"
     repetitions = 1 if args.quick else args.repetitions
-    key = ("scenario", "budget", "requests", "tokens_out", "variant", "repetition")
     measured = [json.loads(line) for line in rows.read_text().splitlines()] if rows.exists() else []
     identity = {"model": args.model.name, **machine()}
     call = time.strftime("%Y-%m-%dT%H:%M:%S")
     for row in measured:
         if changed := [name for name in ("model", "machine", "versions") if row.get(name) != identity[name]]:
             parser.error(f"--out {args.out}: its rows are of another {' and '.join(changed)}; name another folder")
-    done = {tuple(row[name] for name in key) for row in measured}
+    done = [(r["scenario"], r["variant"], r["repetition"], r["budget"], r["flags"], r["client"]) for r in measured]
     flags = (*args.server_flags.split(), "--enable-metrics", "--decode-log-interval", "10", "--random-seed", "1")
-    # A server without a pool of its own size takes what the device has.
-    limit = 1 if any(table[name].pool is None for name in names) else SERVERS_AT_ONCE
+    # A server without a pool of its own size takes what the device has, and two have no room on a GPU.
+    limit = 1 if gpus() or any(table[name].pool is None for name in names) else SERVERS_AT_ONCE
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(bar())
-        turns = [
-            (scenario, r, v)
-            for scenario in map(table.__getitem__, names)
-            for r in range(repetitions)
-            for v in rotated(scenario.variants, r)
-        ]
-        turns = [
-            (s, r, v) for s, r, v in turns if (s.name, args.budget, s.requests, s.tokens_out, v.name, r) not in done
-        ]
+        turns: list[tuple[Scenario, Variant, dict[str, Any]]] = []
+        for scenario in map(table.__getitem__, names):
+            sized = () if scenario.pool is None else ("--max-total-tokens", str(scenario.pool))
+            for repetition in range(repetitions):
+                for variant in rotated(scenario.variants, repetition):
+                    row = {
+                        "scenario": scenario.name,
+                        "variant": variant.name,
+                        "repetition": repetition,
+                        "budget": args.budget,
+                        "flags": [*flags, *sized, *variant.flags],
+                        "client": [*scenario.client, *variant.client],
+                    }
+                    if tuple(row.values()) not in done:
+                        turns.append((scenario, variant, row))
         task = progress.add_task("throughput", total=len(turns))
         fleet = stack.enter_context(Fleet(args.model, limit))
-        for scenario, repetition, variant in turns:
-            sized = () if scenario.pool is None else ("--max-total-tokens", str(scenario.pool))
+        for scenario, variant, planned in turns:
             progress.update(task, description=f"starting {variant.name}")
-            server = fleet.get((*flags, *sized, *variant.flags), variant.env)
+            server = fleet.get(tuple(planned["flags"]), variant.env)
             progress.update(task, description=f"{scenario.name}: {variant.name}")
             row = {
-                "scenario": scenario.name,
-                "variant": variant.name,
-                "repetition": repetition,
+                **planned,
                 "pool_tokens": total(server.metrics(), "sglang:max_total_num_tokens"),
                 "requests": scenario.requests,
                 "tokens_in": scenario.tokens_in,
                 "tokens_out": scenario.tokens_out,
-                "budget": args.budget,
-                "flags": [*flags, *sized, *variant.flags],
                 "env": variant.env,
-                "client": [*scenario.client, *variant.client],
                 "seed": 1,
                 "call": call,
                 **identity,
-                **drive(server, scenario, variant, 1, args.out),
+                **drive(server, scenario.requests, planned["client"], 1, args.out),
             }
             with rows.open("a") as file:
                 file.write(json.dumps(row) + "\n")

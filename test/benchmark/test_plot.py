@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from benchmark import plot, throughput
 
@@ -57,6 +60,19 @@ def test_both_baselines_have_a_column_and_the_first_rows() -> None:
         "| vase",
     ]
     assert "| vase | 2.00 | 2.50 | 20.0 |" in lines[-1]
+
+
+def test_a_cell_is_of_the_rows_that_counted_it() -> None:
+    rows = [row("poisson", "vase", 256, 2048, 10.0, i) for i in range(2)]
+    assert "retractions" not in plot.table(rows)
+    rows[1]["retractions"] = 3
+    assert "| 3 |" in plot.table(rows)
+
+
+def test_a_folder_without_rows_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        plot.main([str(tmp_path)])
+    assert f"{tmp_path}: no rows.jsonl there" in capsys.readouterr().err
 
 
 def test_no_ratio_across_calls() -> None:

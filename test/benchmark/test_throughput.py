@@ -40,6 +40,25 @@ def test_rows_of_another_model_are_not_continued(tmp_path: Path, capsys: pytest.
     assert "rows are of another model; name another folder" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policies", "vaze"], "got 'vaze'"),
+        (["--budget", "64"], "--eviction-budget must be >= 65, got 64"),
+        (["--repetitions", "0"], "argument --repetitions: a whole number above 0 is needed, got 0"),
+        (["--scenarios", "equal-batch,poisson", "--variants", "eviction off"], "none of them belongs to poisson"),
+        (["--out", __file__], "--out: "),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_runs(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        throughput.main(["--model", "model", "--out", str(tmp_path), *arguments])
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_no_variant_is_first_in_every_turn() -> None:
     variants = throughput.scenarios(False, ["vase-dkv", "vase"], 512, 4096, 8)["short-outputs"].variants
     names = [variant.name for variant in variants]
