@@ -238,7 +238,7 @@ def client(arguments: Sequence[str], log: Path) -> None:
     cli_main()
 
 
-def drive(server: Server, requests: int, work: Sequence[str], seed: int, scratch: Path) -> dict[str, Any]:
+def drive(server: Server, offered: int, work: Sequence[str], seed: int, scratch: Path) -> dict[str, Any]:
     """One run of the client against a server that is up; the row without its identity."""
     flush(server.url)
     output, log = scratch / "client.jsonl", scratch / "client.log"
@@ -257,8 +257,8 @@ def drive(server: Server, requests: int, work: Sequence[str], seed: int, scratch
     if process.exitcode:
         raise RuntimeError(f"the client failed on {' '.join(work)}:\n{log.read_text()[-2000:]}")
     result = json.loads(output.read_text().splitlines()[-1])
-    if result["completed"] != requests:
-        raise RuntimeError(f"{result['completed']} of {requests} requests completed:\n{log.read_text()[-2000:]}")
+    if result["completed"] != offered:
+        raise RuntimeError(f"{result['completed']} of {offered} requests completed:\n{log.read_text()[-2000:]}")
     running = [sample[1] for sample in watch.samples if sample[1]]
     kept = ("duration", "output_throughput", "total_output_tokens", "completed")
     latencies = [f"{stat}_{name}_ms" for name in ("ttft", "tpot", "itl") for stat in ("mean", "median", "p99")]
@@ -289,6 +289,19 @@ def rotated(variants: Sequence[Variant], turn: int) -> Sequence[Variant]:
     order = deque(variants)
     order.rotate(-turn)
     return order
+
+
+def planned(scenario: Scenario, variant: Variant, repetition: int, budget: int, flags: Sequence[str]) -> dict[str, Any]:
+    """What a row says before it is measured, and by which a second call knows that it was."""
+    sized = () if scenario.pool is None else ("--max-total-tokens", str(scenario.pool))
+    return {
+        "scenario": scenario.name,
+        "variant": variant.name,
+        "repetition": repetition,
+        "budget": budget,
+        "flags": [*flags, *sized, *variant.flags],
+        "client": [*scenario.client, *variant.client],
+    }
 
 
 def positive(text: str) -> int:
@@ -333,10 +346,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if unknown := sorted(wanted - known):
             parser.error(f"--variants: unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}")
         for name in names:
-            chosen = [variant.name for variant in table[name].variants if variant.name in wanted]
-            if not chosen:
+            variants = table[name].variants
+            if not wanted.intersection(variant.name for variant in variants):
                 parser.error(f"--variants {args.variants}: none of them belongs to {name}")
-            kept = tuple(variant for variant in table[name].variants if variant.name in (*chosen, IDEAL))
+            kept = tuple(variant for variant in variants if variant.name in (*wanted, IDEAL))
             table[name] = replace(table[name], variants=kept)
     try:
         args.out.mkdir(parents=True, exist_ok=True)
@@ -350,35 +363,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     for row in measured:
         if changed := [name for name in ("model", "machine", "versions") if row.get(name) != identity[name]]:
             parser.error(f"--out {args.out}: its rows are of another {' and '.join(changed)}; name another folder")
-    done = [(r["scenario"], r["variant"], r["repetition"], r["budget"], r["flags"], r["client"]) for r in measured]
     flags = (*args.server_flags.split(), "--enable-metrics", "--decode-log-interval", "10", "--random-seed", "1")
     # A server without a pool of its own size takes what the device has, and two have no room on a GPU.
     limit = 1 if gpus() or any(table[name].pool is None for name in names) else SERVERS_AT_ONCE
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(bar())
-        turns: list[tuple[Scenario, Variant, dict[str, Any]]] = []
-        for scenario in map(table.__getitem__, names):
-            sized = () if scenario.pool is None else ("--max-total-tokens", str(scenario.pool))
-            for repetition in range(repetitions):
-                for variant in rotated(scenario.variants, repetition):
-                    row = {
-                        "scenario": scenario.name,
-                        "variant": variant.name,
-                        "repetition": repetition,
-                        "budget": args.budget,
-                        "flags": [*flags, *sized, *variant.flags],
-                        "client": [*scenario.client, *variant.client],
-                    }
-                    if tuple(row.values()) not in done:
-                        turns.append((scenario, variant, row))
+        turns = [
+            (scenario, variant, plan)
+            for scenario in map(table.__getitem__, names)
+            for repetition in range(repetitions)
+            for variant in rotated(scenario.variants, repetition)
+            if (plan := planned(scenario, variant, repetition, args.budget, flags))
+            and not any(plan == {name: row[name] for name in plan} for row in measured)
+        ]
         task = progress.add_task("throughput", total=len(turns))
         fleet = stack.enter_context(Fleet(args.model, limit))
-        for scenario, variant, planned in turns:
+        for scenario, variant, plan in turns:
             progress.update(task, description=f"starting {variant.name}")
-            server = fleet.get(tuple(planned["flags"]), variant.env)
+            server = fleet.get(tuple(plan["flags"]), variant.env)
             progress.update(task, description=f"{scenario.name}: {variant.name}")
             row = {
-                **planned,
+                **plan,
                 "pool_tokens": total(server.metrics(), "sglang:max_total_num_tokens"),
                 "requests": scenario.requests,
                 "tokens_in": scenario.tokens_in,
@@ -387,7 +392,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "seed": 1,
                 "call": call,
                 **identity,
-                **drive(server, scenario.requests, planned["client"], 1, args.out),
+                **drive(server, scenario.requests, plan["client"], 1, args.out),
             }
             with rows.open("a") as file:
                 file.write(json.dumps(row) + "\n")

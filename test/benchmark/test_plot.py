@@ -47,6 +47,8 @@ def test_decode_is_compared_with_the_ideal_without_the_prefill() -> None:
         some["output_throughput"] = 1.0
     table = plot.table([*kept, *best])
     assert "| vase | 0.85 (0.80–0.90) | 1.0" in table and "|  | decode vs ideal | output tok/s |" in table
+    other = plot.table([*kept, *({**some, "budget": 256} for some in best)]).split("###")
+    assert "| vase | 1.0" in other[1] and "decode vs ideal" not in other[1], "no ideal of that budget was measured"
     assert table.index("| ideal | 1.00 (1.00–1.00) |") < table.index("| vase |")
 
 
