@@ -31,6 +31,7 @@ from benchmark.accuracy_processors import ENV, FLAGS, Seeded
 from benchmark.accuracy_report import FULL, Row
 from benchmark.accuracy_tasks import PAPER_TOKENS, REASONING_MODEL, TASKS, InputError, Item, Task, chat_ids, task
 from benchmark.fidelity import parse_policy
+from benchmark.pages import add_docs
 from benchmark.progress import bar
 from benchmark.server import REPEATABLE, Server, ServerError, flush
 from benchmark.throughput import STOCK, machine
@@ -347,7 +348,7 @@ def parser() -> argparse.ArgumentParser:
     add("--server-flags", default=SERVER_FLAGS, help="flags of every server (default: %(default)s)")
     add("--quick", action="store_true", help="one policy, one budget, few problems: the plumbing, not the accuracy")
     add("--redraw", action="store_true", help="tables and plots of --out only")
-    add("--docs", type=Path, help="Markdown file whose generated part is rewritten")
+    add_docs(found)
     return found
 
 

@@ -25,7 +25,7 @@ from sgl_vase_kernels import KVPool, QueryWindow, Rows, ops
 from tokenizers import Tokenizer
 from torch.nn import functional as F
 
-from benchmark.pages import rewrite
+from benchmark.pages import add_docs, rewrite
 from sgl_vase import EvictionConfig, Round, policy_class
 from sgl_vase.policy import FIRST_POSITIONS
 from sgl_vase.randomness import request_key
@@ -252,7 +252,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--policies", required=True, help="name or name:option=value:..., comma separated")
     parser.add_argument("--seed", type=int, default=0, help="seed of the draws (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="file to write every figure to")
-    parser.add_argument("--docs", type=Path, help="Markdown file whose generated table is rewritten")
+    add_docs(parser)
     args = parser.parse_args(argv)
     try:
         if args.tokens < 2:

@@ -35,7 +35,7 @@ from sglang.benchmark.datasets.generated_shared_prefix import sample_generated_s
 from sglang.lang.backend import runtime_endpoint
 from transformers import AutoTokenizer
 
-from benchmark.pages import rewrite
+from benchmark.pages import add_docs, rewrite
 from benchmark.progress import bar
 from benchmark.server import Server, flush
 from benchmark.throughput import STOCK, Variant, counters, evicting, machine
@@ -348,7 +348,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--workloads", default="all", help="names, comma separated, or all")
     parser.add_argument("--quick", action="store_true", help="a few requests: the plumbing")
     parser.add_argument("--server-flags", default="--device cpu --sleep-on-idle --dtype float32")
-    parser.add_argument("--docs", type=Path, help="Markdown file whose generated part is rewritten")
+    add_docs(parser)
     args = parser.parse_args(argv)
 
     table = workloads(args.budget, args.quick)

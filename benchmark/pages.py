@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 END = "<!-- end of generated -->"
+
+
+def add_docs(parser: argparse.ArgumentParser) -> None:
+    """Give a command ``--docs FILE``, which must exist: it is written after the work, and found missing before it."""
+
+    def page(name: str) -> Path:
+        if not Path(name).is_file():
+            raise argparse.ArgumentTypeError(f"{name}: no such file; name a Markdown file")
+        return Path(name)
+
+    parser.add_argument("--docs", type=page, help="Markdown file whose generated part is rewritten")
 
 
 def rewrite(page: Path, begin: str, body: str) -> None:

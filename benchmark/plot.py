@@ -18,7 +18,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-from benchmark.pages import pictures, rewrite
+from benchmark.pages import add_docs, pictures, rewrite
 
 Row = dict[str, Any]
 BASELINES = ("stock", "stock without radix cache and overlap")
@@ -41,8 +41,8 @@ def output_rate(row: Row) -> float:
 
 
 def decode_rate(row: Row) -> float:
-    """Output tokens a second of a full batch without its prefill: requests over the time per output token."""
-    return float(row["requests"] * 1000 / row["median_tpot_ms"])
+    """Output tokens a second of a request, prefill taken out; by the mean, for rounds are rare and long."""
+    return float(1000 / row["mean_tpot_ms"])
 
 
 RATIOS: dict[str, tuple[str, Callable[[Row], float]]] = {
@@ -63,7 +63,7 @@ def ratios(rows: list[Row], base: list[Row], rate: Callable[[Row], float]) -> li
 
 
 COLUMNS: dict[str, Callable[[list[Row]], str]] = {
-    "out, a request": lambda rows: f"{statistics.median(r['total_output_tokens'] / r['requests'] for r in rows):.0f}",
+    "out, a request": lambda rows: f"{statistics.median(r['total_output_tokens'] / r['completed'] for r in rows):.0f}",
     "output tok/s": lambda rows: spread([row["output_throughput"] for row in rows]),
     "TTFT ms": lambda rows: spread([row["median_ttft_ms"] for row in rows], 0),
     "TTFT p99 ms": lambda rows: spread([row["p99_ttft_ms"] for row in rows], 0),
@@ -208,13 +208,11 @@ def plots(rows: list[Row], out: Path) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="folder with rows.jsonl")
-    parser.add_argument("--docs", type=Path, help="Markdown file whose generated part is rewritten")
+    add_docs(parser)
     args = parser.parse_args(argv)
     out: Path = args.folder
     if not (out / "rows.jsonl").is_file():
         parser.error(f"{out}: no rows.jsonl there; name a folder that benchmark.throughput wrote to (--out)")
-    if args.docs is not None and not args.docs.is_file():
-        parser.error(f"--docs {args.docs}: no such file")
     rows = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
     (out / "table.md").write_text(table(rows))
     names = plots(rows, out)

@@ -29,7 +29,7 @@ from tokenizers import Tokenizer
 from benchmark.accuracy import Prefix, Variant, eviction_flags
 from benchmark.accuracy_processors import ENV, FLAGS, Forced
 from benchmark.accuracy_tasks import InputError
-from benchmark.pages import rewrite
+from benchmark.pages import add_docs, rewrite
 from benchmark.progress import bar
 from benchmark.server import REPEATABLE, Server, ServerError, flush
 from benchmark.throughput import STOCK, machine
@@ -244,7 +244,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--server-flags", default="--device cpu --dtype float32 --sleep-on-idle", help="(default: %(default)s)")
     add("--quick", action="store_true", help="two policies, two short lengths: the plumbing")
     add("--redraw", action="store_true", help="tables of --out only")
-    add("--docs", type=Path, help="Markdown file whose generated part is rewritten")
+    add_docs(parser)
     args = parser.parse_args(argv)
     try:
         if not args.redraw:
