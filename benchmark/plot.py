@@ -41,8 +41,8 @@ def output_rate(row: Row) -> float:
 
 
 def decode_rate(row: Row) -> float:
-    """Output tokens a second of a request, prefill taken out; by the mean, for rounds are rare and long."""
-    return float(1000 / row["mean_tpot_ms"])
+    """Output tokens a second of a full batch without its prefill, for which only the first request of it waits."""
+    return float(row["requests"] * 1000 / row["median_tpot_ms"])
 
 
 RATIOS: dict[str, tuple[str, Callable[[Row], float]]] = {
@@ -63,7 +63,7 @@ def ratios(rows: list[Row], base: list[Row], rate: Callable[[Row], float]) -> li
 
 
 COLUMNS: dict[str, Callable[[list[Row]], str]] = {
-    "out, a request": lambda rows: f"{statistics.median(r['total_output_tokens'] / r['completed'] for r in rows):.0f}",
+    "out, a request": lambda rows: f"{statistics.median(r['total_output_tokens'] / r['requests'] for r in rows):.0f}",
     "output tok/s": lambda rows: spread([row["output_throughput"] for row in rows]),
     "TTFT ms": lambda rows: spread([row["median_ttft_ms"] for row in rows], 0),
     "TTFT p99 ms": lambda rows: spread([row["p99_ttft_ms"] for row in rows], 0),

@@ -45,13 +45,12 @@ STOCK = {"SGLANG_PLUGINS": "vase_cpu"}
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to serve: flags and environment; client arguments and number of requests, if not the scenario's."""
+    """One way to serve: flags and environment, and client arguments if not the scenario's."""
 
     name: str
     flags: tuple[str, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
     client: tuple[str, ...] = ()
-    requests: int = 0
 
 
 def evicting(policy: str, budget: int, name: str = "", flags: tuple[str, ...] = ()) -> Variant:
@@ -133,17 +132,14 @@ def scenarios(quick: bool, policies: Sequence[str], budget: int, long_out: int, 
         *random_work(batch * 2, 256, half, 0.25),
         *("--request-rate", "0.5"),
     )
-    # Rows that are kept between T and T + B tokens (detached: from the first round on, and that is their second token)
-    # against stock decoding as many through that range, which is a free and perfect eviction: four batches of B tokens,
-    # for as many tokens. A shorter ideal would fall between the slow stretches of a noisy machine.
-    rounds = 4
-    together = ("--max-running-requests", str(batch))  # a batch is prefilled at once, apart from the first's first
-    shorter = (*random_work(rounds * batch, budget, buffer), "--tokenize-prompt")
-    ideal = Variant(IDEAL, together, STOCK, shorter, rounds * batch)
-    detach = (*small, *together, "--eviction-prefix", "detach")
+    # Rows that are kept between T and T + B tokens (detached: the round is as large as it gets, and due at the second
+    # token) against stock decoding as many through that range, which is a free and perfect eviction. B tokens hold one
+    # round, as in a long answer; both are short and take turns, for slow stretches of a machine last half a minute.
+    ideal = Variant(IDEAL, env=STOCK, client=(*random_work(batch, budget, buffer), "--tokenize-prompt"))
+    detach = (*small, "--eviction-prefix", "detach")
     kept = (evicting(policy, budget, flags=detach) for policy in (policies[:1] if quick else policies))
-    steady = (budget + buffer - 1, rounds * buffer)
-    add("steady", roomy, batch, steady, (ideal, *kept), *random_work(batch, *steady), "--tokenize-prompt")
+    full = (budget + buffer - 1, buffer)
+    add("steady", roomy, batch, full, (ideal, *kept), *random_work(batch, *full), "--tokenize-prompt")
     offered = batch * 2
     for share in (4,) if quick else (8, 4, 2, 1):
         pool = max(offered * (tokens_in + half) // share, budget + 2 * buffer) + 64
@@ -397,7 +393,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "seed": 1,
                 "call": call,
                 **identity,
-                **drive(server, variant.requests or scenario.requests, plan["client"], 1, args.out),
+                **drive(server, scenario.requests, plan["client"], 1, args.out),
             }
             with rows.open("a") as file:
                 file.write(json.dumps(row) + "\n")
