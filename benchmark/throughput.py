@@ -87,11 +87,12 @@ def random_work(requests: int, tokens_in: int, tokens_out: int, ratio: float = 1
 
 
 def scenarios(quick: bool, policies: Sequence[str], budget: int, long_out: int, batch: int) -> dict[str, Scenario]:
-    """Every scenario by name; ``quick`` checks the plumbing with a few tokens."""
+    """Every scenario by name; ``quick`` checks the plumbing: a few tokens, and mostly the first policy only."""
     buffer = QUICK_BUFFER if quick else BUFFER
     small = ("--eviction-buffer", str(buffer)) if quick else ()
-    compared = (*BASELINES, *(evicting(policy, budget, flags=small) for policy in policies))
-    with_off = (*compared, OFF)
+    with_off = (*BASELINES, *(evicting(policy, budget, flags=small) for policy in policies), OFF)
+    shown = policies[:1] if quick else policies
+    compared = with_off[: len(BASELINES) + len(shown)]
     # Quick: as many tokens as show a second request in a pool that holds one at its full length.
     batch, tokens_in, out, half = (
         (2, budget // 4, 2 * budget, 2 * budget) if quick else (batch, 128, long_out, long_out // 2)
@@ -137,7 +138,7 @@ def scenarios(quick: bool, policies: Sequence[str], budget: int, long_out: int, 
     # round, as in a long answer; both are short and take turns, for slow stretches of a machine last half a minute.
     ideal = Variant(IDEAL, env=STOCK, client=(*random_work(batch, budget, buffer), "--tokenize-prompt"))
     detach = (*small, "--eviction-prefix", "detach")
-    kept = (evicting(policy, budget, flags=detach) for policy in (policies[:1] if quick else policies))
+    kept = (evicting(policy, budget, flags=detach) for policy in shown)
     full = (budget + buffer - 1, buffer)
     add("steady", roomy, batch, full, (ideal, *kept), *random_work(batch, *full), "--tokenize-prompt")
     offered = batch * 2
