@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -226,14 +227,29 @@ class Fleet:
 
     def get(self, flags: Sequence[str], env: Mapping[str, str]) -> Server:
         """The server with ``flags`` and ``env``, started if need be."""
-        key = (*flags, *(f"{name}={value}" for name, value in sorted(env.items())))
-        server = self._up.pop(key, None)
-        if server is None:
-            while len(self._up) >= self._limit:
-                self._up.pop(next(iter(self._up))).stop()
-            server = Server(self._model, flags, env=env, log=self._log()).start()
-        self._up[key] = server
-        return server
+        return self.start([(flags, env)])[0]
+
+    def start(self, wanted: Sequence[tuple[Sequence[str], Mapping[str, str]]]) -> list[Server]:
+        """The servers with these flags and environments, at most ``limit``; what is missing starts together."""
+        asked = {(*flags, *(f"{name}={env[name]}" for name in sorted(env))): (flags, env) for flags, env in wanted}
+        found = {
+            key: self._up.pop(key, None) or Server(self._model, flags, env=env, log=self._log())
+            for key, (flags, env) in asked.items()
+        }
+        while self._up and len(self._up) + len(found) > self._limit:
+            self._up.pop(next(iter(self._up))).stop()
+        self._up |= found
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # a start is mostly imports, on one core
+            try:
+                for start in as_completed([pool.submit(Server.__enter__, server) for server in found.values()]):
+                    start.result()
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                for key, server in found.items():
+                    del self._up[key]
+                    server.stop()
+                raise
+        return list(found.values())
 
 
 def _family(pid: int) -> list[psutil.Process]:

@@ -381,8 +381,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         task = progress.add_task("throughput", total=len(turns))
         fleet = stack.enter_context(Fleet(args.model, limit))
         for scenario, variant, plan in turns:
-            progress.update(task, description=f"starting {variant.name}")
-            server = fleet.get(tuple(plan["flags"]), variant.env)
+            progress.update(task, description=f"{scenario.name}: starting {variant.name}")
+            beside = {other.name: (p["flags"], other.env) for of, other, p in turns if of is scenario}
+            if len(beside) <= limit:  # those of a scenario start together
+                fleet.start(list(beside.values()))
+            server = fleet.get(plan["flags"], variant.env)
             progress.update(task, description=f"{scenario.name}: {variant.name}")
             row = {
                 **plan,

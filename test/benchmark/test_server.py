@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import psutil
@@ -82,3 +83,42 @@ def test_a_server_that_dies_under_a_request_says_why(tmp_path: Path, in_fleet: b
     for stopped in (gone, other):
         with pytest.raises(server.ServerError, match="not running"):
             _ = stopped.pid
+
+
+def test_a_fleet_starts_together_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = threading.Barrier(2, timeout=20)
+    started: list[server.Server] = []
+
+    def start(self: server.Server) -> server.Server:
+        both.wait()
+        self._process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+        started.append(self)
+        return self
+
+    monkeypatch.setattr(server.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(server.Server, "start", start)
+    with server.Fleet(Path("model"), 2) as fleet:
+        first = fleet.start([(["--a"], {}), (["--a"], {"x": "1"}), (["--a"], {})])
+        assert [(s.flags, s.env) for s in first] == [(["--a"], {}), (["--a"], {"x": "1"})]
+        assert fleet.get(["--a"], {}) is first[0] and len(started) == 2
+        fleet.start([(["--b"], {}), (["--c"], {})])
+        assert len(started) == 4 and not any(s._process for s in first), "the limit is two"
+    assert not any(s._process for s in started)
+
+
+def test_a_fleet_stops_the_others_if_one_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = threading.Event()
+    stopped = threading.Event()
+
+    def start(self: server.Server) -> None:
+        if self.flags == ["bad"]:
+            assert other.wait(20)
+            raise server.ServerError("the flag is bad")
+        other.set()
+        assert stopped.wait(20), "it goes on starting until it is stopped"
+
+    monkeypatch.setattr(server.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(server.Server, "start", start)
+    monkeypatch.setattr(server.Server, "stop", lambda self: stopped.set())
+    with server.Fleet(Path("model"), 2) as fleet, pytest.raises(server.ServerError, match="the flag is bad"):
+        fleet.start([(["good"], {}), (["bad"], {})])
