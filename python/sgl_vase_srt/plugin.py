@@ -7,11 +7,11 @@ def activate() -> None:
     """Called by SGLang's ``load_plugins`` in every process, before it applies the registered hooks."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sgl_vase_srt import hooks, server_args
+    from sgl_vase_srt import install
+    from sgl_vase_srt.engine import current
+    from sgl_vase_srt.flags import VaseServerArgs
 
-    HookRegistry.register("sglang.srt.server_args.ServerArgs", server_args.VaseServerArgs, HookType.REPLACE)
-    HookRegistry.register(
-        "sglang.srt.entrypoints.engine.Engine.server_args_class", server_args.VaseServerArgs, HookType.REPLACE
-    )
-    if server_args.active is not None:
-        hooks.register_for_this_process()
+    HookRegistry.register("sglang.srt.server_args.ServerArgs", VaseServerArgs, HookType.REPLACE)
+    HookRegistry.register("sglang.srt.entrypoints.engine.Engine.server_args_class", VaseServerArgs, HookType.REPLACE)
+    if current.config is not None:
+        install.register_for_this_process()

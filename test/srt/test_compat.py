@@ -12,6 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 from sgl_vase_srt import compat
+from sgl_vase_srt.compat import page, refusals, works
+from sgl_vase_srt.compat.refusals import Refusal
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.environ import envs
@@ -89,7 +91,7 @@ def defaults() -> dict[str, Any]:
 
 
 def test_every_server_field_is_decided_on_once() -> None:
-    decided = Counter(name for entry in (*compat.SERVER, *compat.WORKS) for name in entry.fields)
+    decided = Counter(name for entry in (*refusals.SERVER, *works.WORKS) for name in entry.fields)
     fields = {f.name for f in msgspec.structs.fields(ServerArgs)}
     assert fields - decided.keys() == set(), "new in SGLang: refuse it or say why it works"
     assert decided.keys() - fields == set(), "gone from SGLang"
@@ -100,15 +102,15 @@ def test_every_refused_flag_is_one_that_users_type() -> None:
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
     typed = {option for action in parser._actions for option in action.option_strings}
-    assert {refusal.flag for refusal in compat.SERVER} <= typed
+    assert {refusal.flag for refusal in refusals.SERVER} <= typed
 
 
 def test_every_refusal_has_a_conflict_here() -> None:
-    assert [refusal.flag for refusal in compat.SERVER] == list(CONFLICTS)
+    assert [refusal.flag for refusal in refusals.SERVER] == list(CONFLICTS)
 
 
-@pytest.mark.parametrize("refusal", compat.SERVER, ids=lambda refusal: refusal.flag)
-def test_each_conflict_is_refused_by_name_reason_and_remedy(refusal: compat.Refusal) -> None:
+@pytest.mark.parametrize("refusal", refusals.SERVER, ids=lambda refusal: refusal.flag)
+def test_each_conflict_is_refused_by_name_reason_and_remedy(refusal: Refusal) -> None:
     with pytest.raises(compat.Unsupported) as error:
         compat.check_server_args(SimpleNamespace(**defaults() | CONFLICTS[refusal.flag]))
     assert str(error.value) == f"--eviction does not support {refusal}"
@@ -127,8 +129,8 @@ def test_one_sentence_names_every_conflict() -> None:
     "changes",
     [
         {},
-        *({"attention_backend": name, "device": "cuda"} for name in compat.ATTENTION_BACKENDS),
-        *({"kv_cache_dtype": name} for name in compat.KV_DTYPES),
+        *({"attention_backend": name, "device": "cuda"} for name in refusals.ATTENTION_BACKENDS),
+        *({"kv_cache_dtype": name} for name in refusals.KV_DTYPES),
         {"enable_priority_scheduling": True, "disable_priority_preemption": True},
         {"cuda_graph_config": PREFILL_GRAPH, "eviction": "vase-dkv"},
         {"cuda_graph_config": CudaGraphConfig()},
@@ -142,7 +144,7 @@ def test_plain_configurations_pass(changes: dict[str, Any]) -> None:
 
 
 def test_accepted_attention_backends_exist() -> None:
-    assert {*compat.ATTENTION_BACKENDS} <= {*ATTENTION_BACKEND_CHOICES}
+    assert {*refusals.ATTENTION_BACKENDS} <= {*ATTENTION_BACKEND_CHOICES}
 
 
 LLAMA = {
@@ -244,8 +246,8 @@ def test_plain_models_pass(name: str, tmp_path: Path) -> None:
     compat.check_model(model_config(tmp_path, PLAIN[name]))
 
 
-@pytest.mark.parametrize("refusal", compat.MODEL, ids=lambda refusal: refusal.flag)
-def test_other_models_are_refused(refusal: compat.Refusal, tmp_path: Path) -> None:
+@pytest.mark.parametrize("refusal", refusals.MODEL, ids=lambda refusal: refusal.flag)
+def test_other_models_are_refused(refusal: Refusal, tmp_path: Path) -> None:
     with pytest.raises(compat.Unsupported) as error:
         compat.check_model(model_config(tmp_path, OTHER[refusal.flag]))
     assert str(refusal) in str(error.value)
@@ -263,8 +265,8 @@ def test_resolved_defaults_pass(tmp_path: Path) -> None:
     compat.check_server_args(SimpleNamespace(**resolved, eviction="vase-attnv"))
 
 
-@pytest.mark.parametrize("refusal", compat.ENVIRONMENT, ids=lambda refusal: refusal.flag)
-def test_environment_variables_are_refused(refusal: compat.Refusal, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("refusal", refusals.ENVIRONMENT, ids=lambda refusal: refusal.flag)
+def test_environment_variables_are_refused(refusal: Refusal, monkeypatch: pytest.MonkeyPatch) -> None:
     assert getattr(envs, refusal.flag).name == refusal.flag
     monkeypatch.delenv(refusal.flag, raising=False)
     compat.check_environment()
@@ -294,7 +296,7 @@ def test_plain_requests_pass(params: dict[str, Any]) -> None:
 
 
 def test_docs_are_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
-    assert compat.main(["--markdown"]) == 0
+    assert page.main(["--markdown"]) == 0
     tables = capsys.readouterr().out
     assert tables in (ROOT / "docs" / "compatibility.md").read_text(), (
         "run python -m sgl_vase_srt.compat --markdown docs/compatibility.md"
@@ -302,8 +304,8 @@ def test_docs_are_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_docs_are_rewritten_between_the_markers(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(f"above\n{compat.BEGIN}\nstale\n{compat.END}\nbelow\n")
-    assert compat.main(["--markdown", str(page)]) == 0
-    assert page.read_text() == f"above\n{compat.markdown()}below\n"
-    assert compat.main([]) == 2
+    file = tmp_path / "page.md"
+    file.write_text(f"above\n{page.BEGIN}\nstale\n{page.END}\nbelow\n")
+    assert page.main(["--markdown", str(file)]) == 0
+    assert file.read_text() == f"above\n{page.markdown()}below\n"
+    assert page.main([]) == 2

@@ -19,8 +19,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sgl_vase_kernels import KVPool
-from sgl_vase_srt import prefix, scheduler
-from sgl_vase_srt.scheduler import Runtime
+from sgl_vase_srt.engine import current
+from sgl_vase_srt.engine.rounds import Rounds
+from sgl_vase_srt.engine.runtime import Runtime
+from sgl_vase_srt.hooks import batch as batches
+from sgl_vase_srt.hooks import prefix
 
 from sgl_vase import EvictionConfig, policy_class
 from sgl_vase.config import PREFILL_MODES, PREFIX_MODES
@@ -75,17 +78,10 @@ class World:
                 tree_components=(ComponentType.FULL,),
             )
         )
-        scheduler._runtime = self.runtime = Runtime(
-            config=MODES[mode],
-            policy=policy_class(CONFIG.policy)(),
-            pool=KVPool.from_slots(self.kv.k_buffer, self.kv.v_buffer),
-            req_to_token=self.rows.req_to_token,
-            page_size=page,
-            capacity=POOL,
-            scale=1.0,
-            ring=None,
-            state=None,
-        )
+        pool = KVPool.from_slots(self.kv.k_buffer, self.kv.v_buffer)
+        rounds = Rounds(policy_class(CONFIG.policy)(), pool, CONFIG.buffer)
+        self.runtime = Runtime(MODES[mode], rounds, self.rows.req_to_token, page_size=page, capacity=POOL)
+        current.attach(self.runtime)
         self.running: list[Any] = []
         self.known: set[tuple[int, ...]] = set()
         self.names = itertools.count()
@@ -176,11 +172,11 @@ class World:
         from sglang.srt.mem_cache.common import release_kv_cache
 
         req = self.running.pop(index % len(self.running))
-        self.evictions += scheduler.state_of(req).evictions
+        self.evictions += self.runtime.state_of(req).evictions
         if kind == "retract":
             prefix.release(release_kv_cache, req, self.tree, checkpoint=False)
             req.reset_for_retract()
-            scheduler.forget(None, req)
+            batches.forget(None, req)
             self.prefill(req)
             return
         self.known.add(self.logical(req))
@@ -266,7 +262,7 @@ def operations() -> st.SearchStrategy[list[tuple[Any, ...]]]:
 @pytest.fixture
 def _no_runtime() -> Iterator[None]:
     yield
-    scheduler._runtime = None
+    current._runtime = None
 
 
 def play(page: int, mode: str, script: list[tuple[Any, ...]]) -> World:

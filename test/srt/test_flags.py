@@ -8,8 +8,8 @@ import pickle
 from pathlib import Path
 
 import pytest
-from sgl_vase_srt import server_args
-from sgl_vase_srt.server_args import VaseServerArgs
+from sgl_vase_srt.engine import current
+from sgl_vase_srt.flags import VaseServerArgs
 
 from sgl_vase import policy_names
 
@@ -24,7 +24,7 @@ def parse(*flags: str) -> VaseServerArgs:
 
 @pytest.fixture(autouse=True)
 def _inactive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_args, "active", None)
+    monkeypatch.setattr(current, "config", None)
 
 
 def test_off_by_default() -> None:
@@ -114,6 +114,6 @@ def test_bad_config_files(tmp_path: Path, content: str, words: str, capsys: pyte
 
 def test_a_pickled_record_activates_eviction_where_it_arrives() -> None:
     off = pickle.loads(pickle.dumps(VaseServerArgs(model_path="dummy")))
-    assert off.eviction == "none" and server_args.active is None
+    assert off.eviction == "none" and current.config is None
     pickle.loads(pickle.dumps(VaseServerArgs(model_path="dummy", eviction="vase", eviction_budget=300)))
-    assert server_args.active is not None and server_args.active.budget == 300
+    assert current.config is not None and current.config.budget == 300

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 from sgl_vase_kernels import KVPool
-from sgl_vase_srt import admission, scheduler, server_args
-from sgl_vase_srt.ring import QueryRing
-from sgl_vase_srt.scheduler import Runtime
+from sgl_vase_srt.engine import current, rounds
+from sgl_vase_srt.engine.ring import QueryRing
+from sgl_vase_srt.engine.rounds import Rounds
+from sgl_vase_srt.engine.runtime import Runtime
+from sgl_vase_srt.hooks import admission, sizing
+from sgl_vase_srt.hooks import batch as batches
 
 from sgl_vase import EvictionConfig, policy_class, policy_names
 
@@ -22,19 +25,11 @@ CONFIG = EvictionConfig(policy="random", budget=12, buffer=4, min_private=8)
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     """Rows of 16 slots, the first two of which are the tree's, in a pool that remembers where KV came from."""
     slots = torch.arange(64 * 16, dtype=torch.float32).reshape(-1, 1, 1)
-    current = Runtime(
-        config=CONFIG,
-        policy=policy_class(CONFIG.policy)(),
-        pool=KVPool.from_slots([slots.clone()], [slots.clone()]),
-        req_to_token=torch.arange(64 * 16, dtype=torch.int32).reshape(64, 16),
-        page_size=1,
-        capacity=64 * 16,
-        scale=1.0,
-        ring=None,
-        state=None,
-    )
-    monkeypatch.setattr(scheduler, "_runtime", current)
-    return current
+    pool = KVPool.from_slots([slots.clone()], [slots.clone()])
+    rows = torch.arange(64 * 16, dtype=torch.int32).reshape(64, 16)
+    built = Runtime(CONFIG, Rounds(policy_class(CONFIG.policy)(), pool, CONFIG.buffer), rows, 1, 64 * 16)
+    monkeypatch.setattr(current, "_runtime", built)
+    return built
 
 
 def request(rid: str, row: int = 0, length: int = 0, prompt: int = 2) -> Any:
@@ -49,12 +44,12 @@ def request(rid: str, row: int = 0, length: int = 0, prompt: int = 2) -> Any:
     return req
 
 
-@pytest.mark.parametrize("workspace", [scheduler.WORKSPACE, 16 * 50], ids=["one launch", "three rows a launch"])
+@pytest.mark.parametrize("workspace", [rounds.WORKSPACE, 16 * 50], ids=["one launch", "three rows a launch"])
 def test_sixty_four_rows_due_at_the_same_step(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch, workspace: int
 ) -> None:
     """All are cut at once, each to its own survivors; nobody's length or position goes below what it holds."""
-    monkeypatch.setattr(scheduler, "WORKSPACE", workspace)
+    monkeypatch.setattr(rounds, "WORKSPACE", workspace)
     reqs = [request(f"r{i}", i, 16) for i in range(64)]
     freed: list[tuple[int, int]] = []
     tree = SimpleNamespace(free_kv_row=lambda kv, spans: freed.extend((kv.req_pool_idx, *span) for span in spans))
@@ -65,11 +60,11 @@ def test_sixty_four_rows_due_at_the_same_step(
     runtime.plan(batch)
     assert batch.seq_lens.tolist() == batch.seq_lens_cpu.tolist() == [12] * 64
     assert freed == [(i, 12, 16) for i in range(64)]
-    assert [scheduler.logical_length(req) for req in reqs] == [16] * 64
+    assert [runtime.logical_length(req) for req in reqs] == [16] * 64
     runtime.execute()
     chosen = set()
     for i in range(64):
-        held = (runtime.pool.k[0][16 * i : 16 * i + 12].flatten() - 16 * i).tolist()
+        held = (runtime.rounds.pool.k[0][16 * i : 16 * i + 12].flatten() - 16 * i).tolist()
         assert held[:2] == [0, 1] and held[8:] == [12, 13, 14, 15]
         assert len({*held}) == 12 and all(0 <= slot < 16 for slot in held)
         chosen.add(tuple(held))
@@ -89,15 +84,14 @@ def test_warming_up_leaves_nothing_behind(name: str) -> None:
     )
     state = torch.zeros(2, 2, 6000) if policy.needs_state else None
     used = ring if policy.needs_queries else None
-    rows = torch.zeros(4, 8, dtype=torch.int32)
-    runtime = Runtime(config, policy, pool, rows, 1, 6000, 0.25, used, state)
+    warmed = Rounds(policy, pool, config.buffer, 0.25, used, state)
     chosen: list[torch.Tensor] = []
     select = policy.select
     policy.select = lambda round: chosen.append(select(round)) or chosen[-1]  # type: ignore[method-assign]
-    runtime.warm_up()
-    assert [kept.shape for kept in chosen] == [(2, 2, (n - 16 + 1) // 2) for n in (316, 256, scheduler.LONG_ROW)]
+    warmed.warm_up(config, 1, 6000)
+    assert [kept.shape for kept in chosen] == [(2, 2, (n - 16 + 1) // 2) for n in (316, 256, rounds.LONG_ROW)]
     assert state is None or not state.any()
-    assert runtime.totals.evictions == 0 and not any(buffer.any() for buffer in buffers)
+    assert not any(buffer.any() for buffer in buffers)
 
 
 @pytest.mark.parametrize("announced", [True, False], ids=["decode", "pause"])
@@ -115,7 +109,7 @@ def test_who_cannot_come_back_ends_with_an_error(
     queued: list[Any] = []
     ended: list[Any] = []
     host: Any = SimpleNamespace(send_abort_output=lambda reason, req: ended.append(reason))
-    scheduler.requeue(lambda _, req, is_retracted: queued.append(req), host, req, is_retracted=announced)
+    batches.requeue(lambda _, req, is_retracted: queued.append(req), host, req, is_retracted=announced)
     assert bool(queued) == returns and bool(ended) != returns
     if ended:
         assert ended[0]["status_code"] == 503 and "--max-total-tokens" in ended[0]["message"]
@@ -124,7 +118,7 @@ def test_who_cannot_come_back_ends_with_an_error(
 def test_a_new_request_is_not_a_retracted_one(runtime: Runtime) -> None:
     """Its prompt may not fit either: that is for SGLang to say."""
     queued: list[Any] = []
-    scheduler.requeue(lambda _, req, is_retracted: queued.append(req), SimpleNamespace(), request("r", prompt=2000))  # type: ignore[arg-type]
+    batches.requeue(lambda _, req, is_retracted: queued.append(req), SimpleNamespace(), request("r", prompt=2000))  # type: ignore[arg-type]
     assert queued
 
 
@@ -141,18 +135,18 @@ def test_a_new_request_is_not_a_retracted_one(runtime: Runtime) -> None:
 def test_an_answer_may_outgrow_the_pool_only_if_its_row_does_not(
     runtime: Runtime, asked: dict[str, Any] | None, limit: int
 ) -> None:
-    """7 is what SGLang allows: the pool holds 1,024."""
+    """7 is what SGLang allows in this pool of 1,024."""
     req = request("r")
     req.sampling_params.custom_params = asked
-    found: list[int | None] = []
+    req.sampling_params.max_new_tokens = 5000
+    host = SimpleNamespace(max_total_num_tokens=runtime.capacity, page_size=1)
+    found: list[int] = []
 
-    def set_limit(_: Any, req: Any) -> None:
-        tokens = len(req.origin_input_ids)
-        found.append(
-            admission.output_limit(7, SimpleNamespace(page_size=1), tokens, 5000, token_capacity=runtime.capacity)
-        )
+    def set_limit(host: Any, req: Any) -> None:
+        found.append(min(req.sampling_params.max_new_tokens, max(7, host.max_total_num_tokens - 10**6)))
 
-    admission.arrive(set_limit, None, req)
+    admission.arrive(set_limit, host, req)  # type: ignore[arg-type]
+    assert host.max_total_num_tokens == runtime.capacity
     assert found == [limit]
 
 
@@ -171,10 +165,10 @@ def test_pool_and_side_state_fit_the_budget_together(monkeypatch: pytest.MonkeyP
     from sglang.srt import runtime_context
 
     cell, each, available = 100, 5000, 10**6
-    monkeypatch.setattr(server_args, "active", CONFIG)
+    monkeypatch.setattr(current, "config", CONFIG)
     monkeypatch.setattr(runtime_context, "get_schedule", lambda: SimpleNamespace(max_running_requests=most))
     configurator = SimpleNamespace(_cell_size=cell, eviction_bytes_per_request=each)
-    tokens = admission.pool_sizes(lambda c, budget, page: budget // c._cell_size, configurator, available, 1)
+    tokens = sizing.pool_sizes(lambda c, budget, page: budget // c._cell_size, configurator, available, 1)
     slots = min(most or 10**9, tokens // CONFIG.private_floor + 1) + 1
     assert tokens * cell + slots * each <= available
     share = (available - 2 * each) // (cell + each // CONFIG.private_floor)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sgl_vase_kernels import ops
 
-from sgl_vase_srt import scheduler
+from sgl_vase_srt.engine import current
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -17,50 +17,14 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
-def attention_layers(runner: ModelRunner) -> list[RadixAttention]:
-    """The model's attention layers in order. Raises ``ValueError`` for what the scores do not model."""
-    from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-
-    pool = runner.token_to_kv_pool
-    if type(pool) is not MHATokenToKVPool or pool.kv_cache_layout != "nhd" or pool.store_dtype != pool.dtype:
-        raise ValueError(
-            "--eviction needs the plain NHD token pool of multi-head attention in fp32, bf16 or fp16, this model has "
-            f"{type(pool).__name__}, {getattr(pool, 'kv_cache_layout', '?')}, {pool.dtype}"
-        )
-    layers = sorted((m for m in runner.model.modules() if isinstance(m, RadixAttention)), key=lambda m: m.layer_id)
-    if not layers:
-        raise ValueError("--eviction found no attention layer in this model: use SGLang's own implementation of it")
-    first = layers[0]
-    for layer in layers:
-        if (
-            layer.logit_cap
-            or layer.sliding_window_size > 0
-            or layer.is_cross_attention
-            or layer.use_irope
-            or layer.xai_temperature_len > 0
-            or layer.pos_encoding_mode != "NONE"
-            or layer.attn_type != AttentionType.DECODER
-        ):
-            raise ValueError(
-                f"--eviction needs plain causal attention: layer {layer.layer_id} has a logit cap, a sliding window, "
-                "cross attention, a temperature or a position encoding of its own"
-            )
-        if (layer.scaling, layer.tp_q_head_num, layer.head_dim) != (first.scaling, first.tp_q_head_num, first.head_dim):
-            raise ValueError(f"--eviction needs equal attention layers: layer {layer.layer_id} differs from the first")
-    if [layer.layer_id for layer in layers] != list(range(pool.start_layer, pool.start_layer + pool.layer_num)):
-        raise ValueError(f"--eviction needs one attention layer a KV layer, found {len(layers)} for {pool.layer_num}")
-    return layers
-
-
 def prepare(forward_batch: ForwardBatch, cls: type, batch: ScheduleBatch, model_runner: ModelRunner, **_: Any) -> None:
-    """Give decode rows their logical positions and say which queries of this forward are captured."""
-    runtime = scheduler.runtime()
+    """Give decode rows their logical positions, and say on the host which queries of this forward are captured."""
+    runtime = current.runtime()
     mode = forward_batch.forward_mode
     if mode.is_decode():
-        if any(scheduler.state_of(req).evictions for req in batch.reqs):
+        if any(runtime.state_of(req).evictions for req in batch.reqs):
             forward_batch.positions = (batch.orig_seq_lens - 1).to(forward_batch.positions.dtype)
-        runtime.capture = any(scheduler.state_of(req).ring_slot for req in batch.reqs)
+        runtime.capture = any(runtime.state_of(req).ring_slot for req in batch.reqs)
         return
     if not mode.is_extend():
         return
@@ -79,7 +43,7 @@ def prepare(forward_batch: ForwardBatch, cls: type, batch: ScheduleBatch, model_
 def sample_at_logical_length(
     original: Callable[..., Any], runner: ModelRunner, logits_output: Any, forward_batch: ForwardBatch
 ) -> Any:
-    """Sample a mixed batch with logical lengths: its seeded noise is a function of the position."""
+    """Sample a mixed batch at logical lengths: seeded noise is a function of the position, and physical ones repeat."""
     logical = getattr(forward_batch, "vase_logical_lens", None)
     if logical is None:
         return original(runner, logits_output, forward_batch)
@@ -100,12 +64,12 @@ def capture_queries(
     *_: Any,
     **__: Any,
 ) -> None:
-    """Write this forward's post-RoPE queries ``[tokens, heads * dim]`` into the layer's ring.
+    """Keep the post-RoPE queries ``[tokens, heads * dim]`` that the policy scores with, in the layer's ring.
 
     Decode writes every row through the slot table (slot 0 is scratch): static buffers only, so a CUDA graph
     captures it. What to write is the runtime's to know: runners rebuild the batch and drop foreign attributes.
     """
-    runtime = scheduler.runtime()
+    runtime = current.runtime()
     ring = runtime.ring
     assert ring is not None
     capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()  # also when graphs are captured again
@@ -115,6 +79,6 @@ def capture_queries(
     if forward_batch.forward_mode.is_decode():
         slots = ring.table[forward_batch.req_pool_indices]
         ops.store_queries(ring.layer(layer.layer_id), slots, forward_batch.positions, q)
-    elif runtime.capture is not True:
+    elif isinstance(runtime.capture, tuple):
         index, slots, positions = runtime.capture
         ops.store_queries(ring.layer(layer.layer_id), slots, positions, q[index])

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sgl_vase_srt import scheduler
+from sgl_vase_srt.engine import current
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -22,10 +22,11 @@ def release(original: Callable[..., Any], req: Req, tree_cache: BasePrefixCache,
 
     With ``--eviction-prefill on`` no row publishes more than leaves ``T_eff = T`` to those who match it.
     """
-    checkpoint = scheduler.finish(req) and checkpoint
+    runtime = current.runtime()
+    checkpoint = runtime.finish(req) and checkpoint
     if checkpoint and req.kv.holds_kv and not req.skip_radix_cache_insert:
         length = req.owned_kv_len()
-        if (most := scheduler.publishable(req, length)) < length:
+        if (most := runtime.publishable(req, length)) < length:
             req.refresh_fill_ids()
             tree_cache.checkpoint(req, up_to=most)
             checkpoint = False
@@ -34,7 +35,7 @@ def release(original: Callable[..., Any], req: Req, tree_cache: BasePrefixCache,
 
 def checkpoint(original: Callable[..., Any], req: Req, tree_cache: BasePrefixCache) -> Any:
     """Publish what the tree may own and no more; the rest of the row stays the request's, to evict."""
-    most = scheduler.shareable(req)
+    most = current.runtime().shareable(req)
     if req.extend_end <= most or req.skip_radix_cache_insert:
         return original(req, tree_cache)
     tree_cache.checkpoint(req, up_to=most)

@@ -36,13 +36,14 @@ def test_every_hook_is_found_on_its_live_target(policy: str) -> None:
     out = run(
         f"""
         from sgl_vase import EvictionConfig
-        from sgl_vase_srt import hooks, server_args
-        server_args.activate(EvictionConfig(policy={policy!r}))
+        from sgl_vase_srt import install
+        from sgl_vase_srt.engine import current
+        current.serve_with(EvictionConfig(policy={policy!r}))
         import sglang.srt.entrypoints.engine
         from sglang.srt.plugins import load_plugins
         load_plugins()
-        hooks.verify()
-        hooks.verify(hooks.FRONTEND)
+        install.verify(install._scheduler_hooks())
+        install.verify(install.FRONTEND)
         from sglang.srt.plugins.hook_registry import HookRegistry
         print(any(target.endswith("AttentionBackend.forward") for target in HookRegistry._hooks))
         """
@@ -62,14 +63,15 @@ def test_a_missing_hook_is_noticed(sabotage: str) -> None:
     out = run(
         f"""
         from sgl_vase import EvictionConfig
-        from sgl_vase_srt import hooks, server_args
-        server_args.activate(EvictionConfig())
+        from sgl_vase_srt import install
+        from sgl_vase_srt.engine import current
+        current.serve_with(EvictionConfig())
         import sglang.srt.managers.scheduler
         from sglang.srt.plugins import load_plugins
         load_plugins()
         {sabotage}
         try:
-            hooks.verify()
+            install.verify(install._scheduler_hooks())
         except ValueError as error:
             print(error)
         """
@@ -83,7 +85,7 @@ def test_a_launcher_without_its_hooks_ends_in_one_sentence() -> None:
         import contextlib, io
         import sglang.srt.entrypoints.engine
         from sglang.srt.plugins.hook_registry import HookRegistry
-        from sgl_vase_srt.server_args import VaseServerArgs
+        from sgl_vase_srt.flags import VaseServerArgs
         HookRegistry.apply_hooks = lambda: None
         for _ in range(2):
             record = VaseServerArgs(
@@ -103,19 +105,27 @@ def test_a_launcher_without_its_hooks_ends_in_one_sentence() -> None:
 
 
 def test_another_sglang_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sgl_vase_srt import hooks
+    from sgl_vase_srt import install
 
-    monkeypatch.setattr(hooks, "version", lambda name: "0.5.24")
+    monkeypatch.setattr(install, "version", lambda name: "0.5.24")
     with pytest.raises(ValueError, match=r"needs sglang==0\.5\.23 .* found 0\.5\.24: pip install sglang==0\.5\.23"):
-        hooks.check_sglang_version()
+        install.check_sglang_version()
 
 
 def test_a_scheduler_without_the_plugin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sgl_vase_srt import scheduler, server_args
+    from sgl_vase_srt.engine import current
+    from sgl_vase_srt.hooks import ready
 
     from sgl_vase import EvictionConfig
 
-    monkeypatch.setattr(server_args, "active", EvictionConfig())
-    scheduler.require_ready([{"eviction_ready": "vase-attnv"}])
+    monkeypatch.setattr(current, "config", EvictionConfig())
+    ready.require_ready([{"eviction_ready": "vase-attnv"}])
     with pytest.raises(RuntimeError, match="runs without the sgl_vase plugin"):
-        scheduler.require_ready([{"eviction_ready": "vase-attnv"}, {"status": "ready"}])
+        ready.require_ready([{"eviction_ready": "vase-attnv"}, {"status": "ready"}])
+
+
+def test_every_hook_says_why_it_is_there() -> None:
+    from sgl_vase_srt import install
+
+    hooks = (*install.SCHEDULER, *install.QUERIES, *install.CONTROLLER, *install.FRONTEND)
+    assert [hook.target for hook in hooks if not hook.call.__doc__] == []

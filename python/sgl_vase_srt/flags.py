@@ -12,12 +12,11 @@ from sglang.srt.server_args import ServerArgs
 
 from sgl_vase import EvictionConfig, policy_names
 from sgl_vase.config import PREFILL_MODES, PREFIX_MODES
+from sgl_vase_srt import compat, install
+from sgl_vase_srt.engine import current
 
-active: EvictionConfig | None = None
-"""What this process serves with; set where the server args arrive, before SGLang's plugins load."""
 
-
-class VaseServerArgs(ServerArgs, dict=True):
+class VaseServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]  # msgspec takes it
     eviction: A[
         str,
         Arg(
@@ -30,8 +29,7 @@ class VaseServerArgs(ServerArgs, dict=True):
         int | None, Arg(help="T: KV tokens a request keeps after an eviction round, buffer included (default 4096).")
     ] = None
     eviction_buffer: A[
-        int | None,
-        Arg(help="B: newest tokens always kept = decode steps between rounds = query window (default 64)."),
+        int | None, Arg(help="B: newest tokens always kept = decode steps between rounds = query window (default 64).")
     ] = None
     eviction_value_tokens: A[
         int | None, Arg(help="N_v: tokens reserved for the largest value ranges (default: a quarter of T - P).")
@@ -58,8 +56,7 @@ class VaseServerArgs(ServerArgs, dict=True):
     ] = None
     eviction_seed: A[int | None, Arg(help="Seed of the random draws of all requests (default 0).")] = None
     eviction_config: A[
-        str | None,
-        Arg(help="JSON file with any of these settings and the policy's own options; explicit flags win."),
+        str | None, Arg(help="JSON file with any of these settings and the policy's own options; explicit flags win.")
     ] = None
 
     def eviction_settings(self) -> EvictionConfig | None:
@@ -95,20 +92,18 @@ class VaseServerArgs(ServerArgs, dict=True):
         if getattr(self, "_resolution_finished", False):
             return
         super().resolve_once()
-        from sgl_vase_srt import compat, hooks
-
         try:
             config = self.eviction_settings()
             if config is None:
                 return
-            hooks.check_sglang_version()
+            install.check_sglang_version()
             compat.check_environment()
             view = resolving_view(self)
             compat.check_server_args(view)
             if str(view.model_path).lower() not in ("none", "dummy"):
                 compat.check_model(model_config_of(self))
-            activate(config)
-            hooks.install_frontend()
+            current.serve_with(config)
+            install.install_frontend()
         except ValueError as error:
             self._refuse(error)
 
@@ -131,21 +126,13 @@ class VaseServerArgs(ServerArgs, dict=True):
         return _rebuild, (type(self), msgspec.structs.asdict(self), dict(self.__dict__))
 
 
-def activate(config: EvictionConfig) -> None:
-    """Make ``config`` what this process serves with."""
-    global active
-    active = config
-
-
 def _rebuild(cls: type[VaseServerArgs], fields: dict[str, Any], bookkeeping: dict[str, Any]) -> VaseServerArgs:
-    """Unpickle in a child process. A scheduler loads plugins right after, which follow ``active``; a
-    tokenizer worker has loaded them by now."""
+    """Unpickle in a child process. A scheduler loads plugins right after, which follow
+    ``current.config``; a tokenizer worker has loaded them by now."""
     record = cls(**fields)
     record.__dict__.update(bookkeeping)
     if (config := record.eviction_settings()) is not None:
-        activate(config)
+        current.serve_with(config)
         if "sglang.srt.managers.tokenizer_manager" in sys.modules:
-            from sgl_vase_srt import hooks
-
-            hooks.install_frontend()
+            install.install_frontend()
     return record

@@ -1,0 +1,1 @@
+"""Eviction inside one scheduler process: what is planned, moved, remembered and counted."""
