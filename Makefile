@@ -7,11 +7,17 @@ TEST_WORKERS ?= 2
 PY := $(VENV)/bin/python
 SOURCES := pyproject.toml $(shell find kernels python sgl_vase -name '*.py')
 
-.PHONY: help demo test lint serve
+PYTEST := VASE_TEST_MODEL=$(abspath $(DEMO_MODEL)) $(PY) -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations 15
+# The second tier: servers of their own, long answers, many requests. Slower still are "slow" tests, run by name.
+SHORT := not long and not slow and not gpu
+LONG := long and not slow and not gpu
+
+.PHONY: help demo test test-all lint serve
 
 help:
 	@echo "make demo              install, build a small model, serve it with eviction, stream one long answer"
-	@echo "make test              install and run the tests (PYTEST_ARGS='-k name' to choose)"
+	@echo "make test              install and run the short tests, eight minutes (PYTEST_ARGS='-k name' to choose)"
+	@echo "make test-all          the same, and then the long tests, half an hour in all"
 	@echo "make lint              install and run ruff and mypy"
 	@echo "make serve MODEL=DIR   serve your own model (ARGS='$(ARGS)')"
 
@@ -20,7 +26,10 @@ demo: $(VENV)/.installed-demo
 
 test: $(VENV)/.installed-test
 	$(PY) -m benchmark.demo_model $(DEMO_MODEL)
-	VASE_TEST_MODEL=$(abspath $(DEMO_MODEL)) $(PY) -m pytest -m "not slow and not gpu" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations 15 $(PYTEST_ARGS)
+	$(PYTEST) -m "$(SHORT)" $(PYTEST_ARGS)
+
+test-all: test
+	$(PYTEST) -m "$(LONG)" $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(PY) -m ruff check .

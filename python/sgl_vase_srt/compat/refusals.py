@@ -46,9 +46,10 @@ def _field(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
 
 
-def _switch(flag: str, why: str, fix: str = "drop it", **more: Any) -> Refusal:
-    """Refuse a flag that is on, or given at all."""
-    return Refusal(flag, lambda view: bool(getattr(view, _field(flag))), why, fix, **more)
+def _switch(flag: str, why: str, fix: str = "drop it", limit: str = "", also: tuple[str, ...] = ()) -> Refusal:
+    """Refuse a flag that is on, or given at all; so is any of ``also``."""
+    fields = (_field(flag), *also)
+    return Refusal(flag, lambda view: any(getattr(view, name) for name in fields), why, fix, limit, also)
 
 
 def _width(flag: str, why: str, fix: str) -> Refusal:
@@ -58,7 +59,12 @@ def _width(flag: str, why: str, fix: str) -> Refusal:
 
 def _other(flag: str, off: str, why: str, fix: str) -> Refusal:
     """Refuse any value but ``off``."""
-    return Refusal(flag, lambda view: getattr(view, _field(flag)) != off, why, fix, limit=f"other than {off}")
+    return Refusal(flag, lambda view: getattr(view, _field(flag)) not in (None, off), why, fix, f"other than {off}")
+
+
+def _values(flag: str, values: tuple[str, ...], why: str, fix: str) -> Refusal:
+    """Refuse any of ``values``."""
+    return Refusal(flag, lambda view: getattr(view, _field(flag)) in values, why, fix, " or ".join(values))
 
 
 def _variable(name: str, why: str) -> Refusal:
@@ -126,13 +132,7 @@ SERVER = (
     _switch("--smg-grpc-mode", _NO_TOKENIZER_MANAGER, "use HTTP", limit="or --grpc-mode", also=("grpc_mode",)),
     _other("--disaggregation-mode", "null", _BY_TOKEN, "serve in one server"),
     _switch("--disaggregation-decode-enable-offload-kvcache", _BY_TOKEN),
-    Refusal(
-        "--disaggregation-decode-retraction-backup",
-        lambda view: view.disaggregation_decode_retraction_backup not in (None, "none"),
-        _BY_TOKEN,
-        "drop it",
-        limit="other than none",
-    ),
+    _other("--disaggregation-decode-retraction-backup", "none", _BY_TOKEN, "drop it"),
     _switch("--enable-pd-role-switch", _BY_TOKEN),
     _switch("--enable-pdmux", "prefill runs on a second stream, unordered with the moves of KV"),
     _switch("--encoder-only", _MODAL),
@@ -190,33 +190,25 @@ SERVER = (
     _switch("--enable-nvidia-megakernel", _OWN_STEP),
     _switch("--enable-amd-monokernel", _OWN_STEP),
     _switch("--enable-two-batch-overlap", "half batches do not carry logical lengths"),
-    Refusal(
+    _values(
         "--model-impl",
-        lambda view: view.model_impl in ("transformers", "mindspore"),
+        ("transformers", "mindspore"),
         "its attention layers are not SGLang modules that can be found",
         "use auto or sglang",
-        limit="transformers or mindspore",
     ),
-    Refusal(
-        "--sampling-backend",
-        lambda view: view.sampling_backend == "token_oracle",
-        _ORACLE,
-        "use pytorch or flashinfer",
-        limit="token_oracle",
-    ),
+    _values("--sampling-backend", ("token_oracle",), _ORACLE, "use pytorch or flashinfer"),
     # Meaning of the answer.
     _switch("--is-embedding", _EMBEDS, "serve it without --eviction"),
     _switch("--enable-mis", _EMBEDS, "serve it without --eviction"),
     _switch("--enable-return-routed-experts", _BY_SLOT),
     _switch("--enable-return-indexer-topk", _BY_SLOT),
     _switch("--rl-on-policy-target", "the trainer recomputes log-probabilities with the whole cache"),
-    Refusal(
+    _switch(
         "--enable-lora",
-        lambda view: bool(view.enable_lora or view.lora_paths),
         "adapters have not been run with eviction",
         "merge the adapter into the weights",
-        limit="or --lora-paths",
-        also=("lora_paths",),
+        "or --lora-paths",
+        ("lora_paths",),
     ),
     Refusal(
         "--enable-priority-scheduling",
