@@ -15,7 +15,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from sgl_vase import policy_class
-from sgl_vase_srt import compat
+from sgl_vase_srt import compat, drift
 from sgl_vase_srt.engine import build, current
 from sgl_vase_srt.hooks import admission, batch, forward, frontend, output, prefix, ready, sizing
 
@@ -98,6 +98,15 @@ FRONTEND = (
 )
 
 
+SERVER_ARGS = ("sglang.srt.server_args.ServerArgs", "sglang.srt.entrypoints.engine.Engine.server_args_class")
+"""Replaced by the class with the eviction flags."""
+
+
+def targets() -> list[str]:
+    """Dotted names of everything that is hooked or replaced."""
+    return [hook.target for hook in (*SCHEDULER, *QUERIES, *CONTROLLER, *FRONTEND)] + [*SERVER_ARGS]
+
+
 def check_sglang_version() -> None:
     """Raise ``ValueError`` unless the pinned SGLang is installed."""
     if (found := version("sglang")) != SGLANG_VERSION:
@@ -175,3 +184,7 @@ def verify(hooks: tuple[Hook, ...]) -> None:
                 value is bare for value in list(vars(module).values())
             ):
                 raise ValueError(f"--eviction cannot serve: {module.__name__} still calls the bare {hook.target}")
+
+
+if __name__ == "__main__":
+    sys.exit(drift.main(targets(), sys.argv[1:], SGLANG_VERSION))

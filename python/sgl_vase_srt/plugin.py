@@ -11,7 +11,7 @@ def activate() -> None:
     from sgl_vase_srt.engine import current
     from sgl_vase_srt.flags import VaseServerArgs
 
-    HookRegistry.register("sglang.srt.server_args.ServerArgs", VaseServerArgs, HookType.REPLACE)
-    HookRegistry.register("sglang.srt.entrypoints.engine.Engine.server_args_class", VaseServerArgs, HookType.REPLACE)
+    for target in install.SERVER_ARGS:
+        HookRegistry.register(target, VaseServerArgs, HookType.REPLACE)
     if current.config is not None:
         install.register_for_this_process()
