@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmark import plot, throughput
+from benchmark.serving import plot, throughput
 
 
 def row(scenario: str, variant: str, budget: int, out: int, rate: float, repetition: int = 0) -> dict[str, Any]:

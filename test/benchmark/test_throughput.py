@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmark import throughput
+from benchmark.serving import throughput
 
 
 @pytest.mark.e2e

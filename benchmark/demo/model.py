@@ -238,7 +238,3 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     print(f"{out}: {'built' if built else 'already built, files verified'}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -16,7 +16,7 @@ import numpy as np
 from matplotlib import pyplot as plt
 from scipy.stats import bootstrap
 
-from benchmark.pages import pictures, rewrite
+from benchmark.common.pages import pictures, rewrite
 
 Row = dict[str, Any]
 Key = tuple[str, str, str]

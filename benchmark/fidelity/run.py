@@ -25,7 +25,7 @@ from sgl_vase_kernels import KVPool, QueryWindow, Rows, ops
 from tokenizers import Tokenizer
 from torch.nn import functional as F
 
-from benchmark.pages import add_docs, rewrite
+from benchmark.common.pages import add_docs, rewrite
 from sgl_vase import EvictionConfig, Round, policy_class
 from sgl_vase.policy import FIRST_POSITIONS
 from sgl_vase.randomness import request_key
@@ -276,7 +276,3 @@ def main(argv: list[str] | None = None) -> int:
     if args.docs:
         rewrite(args.docs, BEGIN, markdown(results, settings))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -28,8 +28,8 @@ from typing import Any
 import requests
 from transformers import AutoConfig
 
-from benchmark.progress import bar
-from benchmark.server import REPEATABLE, STRICT, Server
+from benchmark.common.progress import bar
+from benchmark.serving.server import REPEATABLE, STRICT, Server
 
 COMMON = ("--context-length", "4096", "--max-total-tokens", "2560", "--dtype", "float32", "--random-seed", "1")
 CLOSE = 1e-3
@@ -314,7 +314,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     summary = {"requests": args.requests, "seed": args.seed, "seconds": round(time.monotonic() - begin)}
     print(json.dumps({**summary, **dict(sorted(tally.items())), "violations": violations}))
     return bool(violations)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

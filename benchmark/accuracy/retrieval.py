@@ -26,13 +26,13 @@ import numpy as np
 import requests
 from tokenizers import Tokenizer
 
-from benchmark.accuracy import Prefix, Variant, eviction_flags
-from benchmark.accuracy_processors import ENV, FLAGS, Forced
-from benchmark.accuracy_tasks import InputError
-from benchmark.pages import add_docs, rewrite
-from benchmark.progress import bar
-from benchmark.server import REPEATABLE, Server, ServerError, flush
-from benchmark.throughput import STOCK, machine
+from benchmark.accuracy.processors import ENV, FLAGS, Forced
+from benchmark.accuracy.run import Prefix, Variant, eviction_flags
+from benchmark.accuracy.tasks import InputError
+from benchmark.common.pages import add_docs, rewrite
+from benchmark.common.progress import bar
+from benchmark.serving.server import REPEATABLE, Server, ServerError, flush
+from benchmark.serving.throughput import STOCK, machine
 
 POLICIES = "vase-attnv,vase-dkv,r-kv,snapkv,curdkv,random,streaming,value-range"
 PREFIX: dict[str, Prefix] = {"read": "detach", "generated": "protect"}
@@ -254,7 +254,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"retrieval: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

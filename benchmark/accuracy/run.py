@@ -26,15 +26,15 @@ from typing import Any, Literal
 import requests
 from rich.progress import Progress
 
-from benchmark import accuracy_report
-from benchmark.accuracy_processors import ENV, FLAGS, Seeded
-from benchmark.accuracy_report import FULL, Row
-from benchmark.accuracy_tasks import PAPER_TOKENS, REASONING_MODEL, TASKS, InputError, Item, Task, chat_ids, task
-from benchmark.fidelity import parse_policy
-from benchmark.pages import add_docs
-from benchmark.progress import bar
-from benchmark.server import REPEATABLE, Server, ServerError, flush
-from benchmark.throughput import STOCK, machine
+from benchmark.accuracy import report
+from benchmark.accuracy.processors import ENV, FLAGS, Seeded
+from benchmark.accuracy.report import FULL, Row
+from benchmark.accuracy.tasks import PAPER_TOKENS, REASONING_MODEL, TASKS, InputError, Item, Task, chat_ids, task
+from benchmark.common.pages import add_docs
+from benchmark.common.progress import bar
+from benchmark.fidelity.run import parse_policy
+from benchmark.serving.server import REPEATABLE, Server, ServerError, flush
+from benchmark.serving.throughput import STOCK, machine
 from sgl_vase import EvictionConfig
 from sgl_vase.config import PREFIX_MODES
 
@@ -207,7 +207,7 @@ class Settings:
             "prompt_tokens": meta["prompt_tokens"],
             "tokens": meta["completion_tokens"],
             "at_limit": meta["finish_reason"]["type"] == "length",
-            "loop": accuracy_report.loops(answer["output_ids"]),
+            "loop": report.loops(answer["output_ids"]),
             **{name: eviction.get(name, 0) for name in ("evictions", "evicted_tokens", "kv_tokens")},
             "text": answer["text"],
         }
@@ -298,7 +298,7 @@ def budget(compression: str, task: Task, rows: Sequence[Row]) -> int:
             raise InputError(f"--compression {PAPER_BUDGET}: the paper has no budget for {task.name}")
         return task.budget
     try:
-        return round(accuracy_report.mean_trace(_full(task, rows)) / float(compression))
+        return round(report.mean_trace(_full(task, rows)) / float(compression))
     except (ValueError, ZeroDivisionError):
         raise InputError(f"--compression: a number above 0 or {PAPER_BUDGET} is needed, got {compression!r}") from None
 
@@ -358,7 +358,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if not args.redraw:
             measure(args)
-        print(accuracy_report.report(args.out, args.docs))
+        print(report.report(args.out, args.docs))
     except (InputError, ServerError, OSError) as error:
         print(f"accuracy: {error}", file=sys.stderr)
         return 2
@@ -424,7 +424,3 @@ def _check_settings(args: argparse.Namespace, tasks: Sequence[Task]) -> None:
                 f"--out {args.out}: its {t.name} rows have other settings ({changed}); name another folder"
             )
     file.write_text(json.dumps(runs, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -32,8 +32,8 @@ import psutil
 import pynvml
 import requests
 
-from benchmark.progress import bar
-from benchmark.server import Fleet, Server, flush
+from benchmark.common.progress import bar
+from benchmark.serving.server import Fleet, Server, flush
 from sgl_vase import EvictionConfig
 
 BUDGET, QUICK_BUDGET = 512, 48
@@ -327,7 +327,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="a few tokens: the plumbing, not the speed")
     parser.add_argument("--server-flags", default="--device cpu --sleep-on-idle", help="flags of every server")
     args = parser.parse_args(argv)
-    from benchmark import plot  # needs matplotlib: found missing before the runs, not after
+    from benchmark.serving import plot  # needs matplotlib: found missing before the runs, not after
 
     args.budget = args.budget or (QUICK_BUDGET if args.quick else BUDGET)
 
@@ -405,7 +405,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     for left in ("client.jsonl", "client.log"):
         (args.out / left).unlink(missing_ok=True)
     return plot.main([str(args.out)])
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

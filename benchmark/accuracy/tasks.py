@@ -133,7 +133,7 @@ def task(name: str, data: Path | None, lines: int, seed: int, spread: float) -> 
 
 def reasoning(lines: int, seed: int, spread: float) -> Task:
     """The shipped task: straight-line programs, the answer must be right to the last value."""
-    from benchmark.reasoning import task as programs
+    from benchmark.accuracy.reasoning import task as programs
 
     def load(n: int | None) -> list[Item]:
         found = programs.problems("test", n or 100, seed, lines, spread=spread)

@@ -35,10 +35,10 @@ from sglang.benchmark.datasets.generated_shared_prefix import sample_generated_s
 from sglang.lang.backend import runtime_endpoint
 from transformers import AutoTokenizer
 
-from benchmark.pages import add_docs, rewrite
-from benchmark.progress import bar
-from benchmark.server import Server, flush
-from benchmark.throughput import STOCK, Variant, counters, evicting, machine
+from benchmark.common.pages import add_docs, rewrite
+from benchmark.common.progress import bar
+from benchmark.serving.server import Server, flush
+from benchmark.serving.throughput import STOCK, Variant, counters, evicting, machine
 from docs.examples import tree_of_thought as example
 
 Row = dict[str, Any]
@@ -407,7 +407,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     print(*wrong, sep="\n", end="\n" * bool(wrong), file=sys.stderr)
     return bool(wrong)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

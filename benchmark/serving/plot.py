@@ -18,7 +18,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-from benchmark.pages import add_docs, pictures, rewrite
+from benchmark.common.pages import add_docs, pictures, rewrite
 
 Row = dict[str, Any]
 BASELINES = ("stock", "stock without radix cache and overlap")
@@ -220,7 +220,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         rewrite(args.docs, BEGIN, f"{table(rows)}\n{pictures(args.docs, out, names)}")
     print(args.docs or out / "table.md")
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

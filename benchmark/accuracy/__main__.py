@@ -1,0 +1,6 @@
+"""The command ``python -m benchmark.accuracy``."""
+
+from benchmark.accuracy.run import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,6 @@
+"""The command ``python -m benchmark.demo``."""
+
+from benchmark.demo.run import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,6 @@
+"""The command ``python -m benchmark.kernels``."""
+
+from benchmark.kernels.run import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())
