@@ -1,0 +1,6 @@
+"""The command ``python -m benchmark.demo_model``."""
+
+from benchmark.demo.model import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

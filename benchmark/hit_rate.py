@@ -1,0 +1,6 @@
+"""The command ``python -m benchmark.hit_rate``."""
+
+from benchmark.serving.hit_rate import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

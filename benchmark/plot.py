@@ -1,0 +1,6 @@
+"""The command ``python -m benchmark.plot``."""
+
+from benchmark.serving.plot import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,6 @@
+"""The command ``python -m benchmark.retrieval``."""
+
+from benchmark.accuracy.retrieval import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

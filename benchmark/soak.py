@@ -1,0 +1,6 @@
+"""The command ``python -m benchmark.soak``."""
+
+from benchmark.serving.soak import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

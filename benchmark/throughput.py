@@ -1,0 +1,6 @@
+"""The command ``python -m benchmark.throughput``."""
+
+from benchmark.serving.throughput import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())
