@@ -1,5 +1,3 @@
-"""The command ``python -m benchmark.demo_model``."""
-
 from benchmark.demo.model import main
 
 if __name__ == "__main__":

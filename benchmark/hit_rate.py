@@ -1,5 +1,3 @@
-"""The command ``python -m benchmark.hit_rate``."""
-
 from benchmark.serving.hit_rate import main
 
 if __name__ == "__main__":

@@ -1,5 +1,3 @@
-"""The command ``python -m benchmark.plot``."""
-
 from benchmark.serving.plot import main
 
 if __name__ == "__main__":

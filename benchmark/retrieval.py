@@ -1,5 +1,3 @@
-"""The command ``python -m benchmark.retrieval``."""
-
 from benchmark.accuracy.retrieval import main
 
 if __name__ == "__main__":

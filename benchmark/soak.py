@@ -1,5 +1,3 @@
-"""The command ``python -m benchmark.soak``."""
-
 from benchmark.serving.soak import main
 
 if __name__ == "__main__":

@@ -1,5 +1,3 @@
-"""The command ``python -m benchmark.throughput``."""
-
 from benchmark.serving.throughput import main
 
 if __name__ == "__main__":

@@ -1,5 +1,3 @@
-"""The command ``python -m benchmark.accuracy``."""
-
 from benchmark.accuracy.run import main
 
 if __name__ == "__main__":

@@ -23,16 +23,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import requests
 from tokenizers import Tokenizer
 
 from benchmark.accuracy.processors import ENV, FLAGS, Forced
-from benchmark.accuracy.run import Prefix, Variant, eviction_flags
-from benchmark.accuracy.tasks import InputError
+from benchmark.accuracy.variants import Prefix, Variant, eviction_flags
+from benchmark.common.arguments import InputError
+from benchmark.common.machine import machine, named
 from benchmark.common.pages import add_docs, rewrite
 from benchmark.common.progress import bar
-from benchmark.serving.server import REPEATABLE, Server, ServerError, flush
-from benchmark.serving.throughput import STOCK, machine
+from benchmark.common.rows import Row, append, read
+from benchmark.serving.server import REPEATABLE, STOCK, Server, ServerError, flush, generate
 
 POLICIES = "vase-attnv,vase-dkv,r-kv,snapkv,curdkv,random,streaming,value-range"
 PREFIX: dict[str, Prefix] = {"read": "detach", "generated": "protect"}
@@ -92,7 +92,7 @@ def probe(test: str, length: int, sample: int, seed: int, tokenizer: Tokenizer) 
     return Probe(test, length, sample, [*context, *ids("\nThe same words again.")], questions)
 
 
-def ask(server: Server, found: Probe, mode: str, budget: int | None, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+def ask(server: Server, found: Probe, mode: str, budget: int | None, tokenizer: Tokenizer) -> list[Row]:
     """One request; a row for each question, without the policy's name."""
     prompt = list(tokenizer.encode("Notes.\n", add_special_tokens=False).ids)
     forced: list[int | None] = []
@@ -107,10 +107,7 @@ def ask(server: Server, found: Probe, mode: str, budget: int | None, tokenizer: 
         params["eviction"] = {"budget": budget}
     sampling = {"temperature": 0, "ignore_eos": True, "max_new_tokens": len(forced), "custom_params": params}
     body = {"input_ids": prompt, "sampling_params": sampling, "custom_logit_processor": Forced.to_str()}
-    response = requests.post(server.url + "/generate", json=body, timeout=86400)
-    if response.status_code != 200:
-        raise ServerError(f"{found.test}, {mode}: HTTP {response.status_code}: {response.text[:500]}")
-    answer = response.json()
+    answer = generate(server.url, body, f"{found.test}, {mode}")
     out = answer["output_ids"]
     if any(want is not None and want != got for want, got in zip(forced, out, strict=True)):
         raise ServerError(f"{found.test}, {mode}: the server did not generate the tokens it was given")
@@ -124,18 +121,18 @@ def ask(server: Server, found: Probe, mode: str, budget: int | None, tokenizer: 
     return rows
 
 
-def key(row: dict[str, Any]) -> tuple[Any, ...]:
+def key(row: Row) -> tuple[Any, ...]:
     return tuple(row[name] for name in ("policy", "mode", "budget", "test", "length", "sample"))
 
 
-def tables(rows: Sequence[dict[str, Any]], run: dict[str, Any]) -> str:
+def tables(rows: Sequence[Row], run: dict[str, Any]) -> str:
     """Share of right answers, a table for each test, mode and budget; an asterisk where nothing was evicted."""
     lines = [
         f"{run['model']}, {run['samples']} contexts a cell, buffer {BUFFER}, greedy, seed {run['seed']}; percent "
         f"right, * where no request was evicted. {run['versions']}.",
         "",
     ]
-    found: dict[tuple[Any, ...], dict[tuple[str, int], list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    found: dict[tuple[Any, ...], dict[tuple[str, int], list[Row]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         found[row["test"], row["mode"], row["budget"]][row["policy"], row["length"]].append(row)
     for (test, mode, budget), cells in found.items():
@@ -153,7 +150,7 @@ def tables(rows: Sequence[dict[str, Any]], run: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _percent(rows: Sequence[dict[str, Any]]) -> str:
+def _percent(rows: Sequence[Row]) -> str:
     if not rows:
         return "–"
     mark = "" if any(row["evictions"] for row in rows) or not rows[0]["budget"] else "*"
@@ -162,7 +159,7 @@ def _percent(rows: Sequence[dict[str, Any]]) -> str:
 
 def report(out: Path, docs: Path | None = None) -> Path:
     """Redraw the tables from ``rows.jsonl`` and ``run.json``; the file that holds them."""
-    rows = [json.loads(line) for line in (out / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = read(out / "rows.jsonl")
     body = tables(rows, json.loads((out / "run.json").read_text(encoding="utf-8")))
     target = out / "table.md"
     target.write_text(body, encoding="utf-8")
@@ -188,13 +185,13 @@ def measure(args: argparse.Namespace) -> None:
         args.policies, args.budgets, args.lengths, args.samples = "vase-attnv,random", "128", "256,512", 2
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
     args.out.mkdir(parents=True, exist_ok=True)
-    versions = ", ".join(f"{name} {version}" for name, version in machine()["versions"].items())
+    versions = named(machine()["versions"])
     run = {"model": args.model.name, "samples": args.samples, "seed": args.seed, "versions": versions}
     settings, file = args.out / "run.json", args.out / "rows.jsonl"
     if settings.exists() and json.loads(settings.read_text()) != run:
         raise InputError(f"--out {args.out}: its rows have other settings; name another folder")
     settings.write_text(json.dumps(run) + "\n")
-    done = {key(json.loads(line)) for line in file.read_text().splitlines()} if file.exists() else set()
+    done = {key(row) for row in read(file)} if file.exists() else set()
     probes = [
         probe(test, int(length), sample, args.seed, tokenizer)
         for test in args.tests.split(",")
@@ -216,14 +213,13 @@ def measure(args: argparse.Namespace) -> None:
             if not todo:
                 continue
             server = Server(args.model, (*flags, *extra), env={**ENV, **REPEATABLE, **env})
-            with server, ThreadPoolExecutor(args.concurrency) as clients, file.open("a") as out:
+            with server, ThreadPoolExecutor(args.concurrency) as clients:
                 # A prompt that the tree has leaves no queries to choose by.
                 for together in [budgets] if mode == "generated" else [[budget] for budget in budgets]:
                     flush(server.url)
                     chosen = [asked for asked in todo if asked[1] in together]
                     for rows in clients.map(lambda asked: ask(server, asked[0], mode, asked[1], tokenizer), chosen):  # noqa: B023
-                        out.writelines(json.dumps({"policy": policy, **row}) + "\n" for row in rows)
-                        out.flush()
+                        append(file, *({"policy": policy, **row} for row in rows))
                         progress.advance(task)
 
 

@@ -1,5 +1,3 @@
-"""The command ``python -m benchmark.demo``."""
-
 from benchmark.demo.run import main
 
 if __name__ == "__main__":

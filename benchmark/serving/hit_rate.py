@@ -16,7 +16,6 @@ import argparse
 import contextlib
 import functools
 import io
-import json
 import random
 import sys
 import threading
@@ -35,13 +34,15 @@ from sglang.benchmark.datasets.generated_shared_prefix import sample_generated_s
 from sglang.lang.backend import runtime_endpoint
 from transformers import AutoTokenizer
 
+from benchmark.common.machine import machine, named
 from benchmark.common.pages import add_docs, rewrite
 from benchmark.common.progress import bar
+from benchmark.common.rows import Row, append, markdown_table, read
+from benchmark.serving.metrics import counters
 from benchmark.serving.server import Server, flush
-from benchmark.serving.throughput import STOCK, Variant, counters, evicting, machine
+from benchmark.serving.variants import PRODUCTION, Variant, evicting
 from docs.examples import tree_of_thought as example
 
-Row = dict[str, Any]
 SHARED_FLAGS = ("--enable-metrics", "--random-seed", "1", "--page-size", "1", "--max-total-tokens", "16384")
 METRICS_LAG = 10  # seconds
 BEGIN = "<!-- generated: python -m benchmark.hit_rate -->"
@@ -130,9 +131,6 @@ class Client:
                     }
                 )
         return response
-
-
-# ----------------------------------------------------------------- workloads
 
 
 @dataclass(frozen=True)
@@ -289,46 +287,31 @@ def violations(row: Row, stock: Row) -> list[str]:
     return found
 
 
-# -------------------------------------------------------------------- tables
-
-
 def markdown(rows: Sequence[Row]) -> str:
     """The section of the docs: one line a workload and server."""
     some = rows[0]
-    head = (
-        "workload",
-        "server",
-        "requests (evicted)",
-        "evictions",
-        "prompt tokens",
-        "cached tokens",
-        "hit rate",
-        "tree of every prompt and output",
-    )
+    cells = [
+        {
+            "workload": name,
+            "server": row["server"],
+            "requests (evicted)": f"{row['requests']} ({row['evicted_requests']})",
+            "evictions": row["evictions"],
+            "prompt tokens": f"{row['prompt_tokens']:,}",
+            "cached tokens": f"{row['cached_tokens']:,}",
+            "hit rate": f"{row['cached_tokens'] / row['prompt_tokens']:.1%}",
+            "tree of every prompt and output": f"{row['stock_rule']:,}",
+        }
+        for name in dict.fromkeys(row["workload"] for row in rows)
+        for row in rows
+        if row["workload"] == name
+    ]
     lines = [
         "## Hit rates",
         "",
         f"Model {some['model']}; budget {some['budget']}; {some['machine']}; {some['date']}; "
-        + ", ".join(f"{name} {number}" for name, number in some["versions"].items())
-        + ".",
+        f"{named(some['versions'])}.",
         "",
-        f"| {' | '.join(head)} |",
-        "|" + "---|" * len(head),
-    ]
-    for name in dict.fromkeys(row["workload"] for row in rows):
-        for row in (row for row in rows if row["workload"] == name):
-            cells = (
-                name,
-                row["server"],
-                f"{row['requests']} ({row['evicted_requests']})",
-                row["evictions"],
-                f"{row['prompt_tokens']:,}",
-                f"{row['cached_tokens']:,}",
-                f"{row['cached_tokens'] / row['prompt_tokens']:.1%}",
-                f"{row['stock_rule']:,}",
-            )
-            lines.append(f"| {' | '.join(map(str, cells))} |")
-    lines += [
+        *markdown_table(cells),
         "",
         "The last column is SGLang's rule: what a tree that holds every prompt and every output would have hit on the",
         "same requests and answers. `-dropped`: the history is sent without its reasoning. `-short`: no answer",
@@ -356,7 +339,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown := [name for name in names if name not in table]:
         parser.error(f"--workloads: unknown {', '.join(unknown)}; known: {', '.join(table)}")
     policies = args.policies.split(",")
-    variants = [Variant("stock", env=STOCK)]
+    variants = [PRODUCTION]
     for policy, prefix in (*((policy, "protect") for policy in policies), (policies[0], "detach")):
         more = ("--eviction-buffer", str(args.budget // 4), "--eviction-prefix", prefix)
         variants.append(Variant(f"{policy}, {prefix}", (*evicting(policy, args.budget).flags, *more)))
@@ -364,8 +347,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     file = args.out / "rows.jsonl"
 
     def saved() -> dict[tuple[str, str], Row]:
-        lines = file.read_text().splitlines() if file.exists() else []
-        return {(row["workload"], row["server"]): row for row in map(json.loads, lines)}
+        return {(row["workload"], row["server"]): row for row in (read(file) if file.exists() else [])}
 
     flags = (*args.server_flags.split(), *SHARED_FLAGS)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -389,8 +371,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                         **machine(),
                         **measure(server, table[name], tokenizer),
                     }
-                    with file.open("a") as out:
-                        out.write(json.dumps(row) + "\n")
+                    append(file, row)
                     progress.advance(task)
 
     rows = saved()

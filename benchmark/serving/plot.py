@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,10 +18,9 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 from benchmark.common.pages import add_docs, pictures, rewrite
+from benchmark.common.rows import Row, markdown_table, read
+from benchmark.serving.variants import BASELINES, IDEAL
 
-Row = dict[str, Any]
-BASELINES = ("stock", "stock without radix cache and overlap")
-"""Production flags, and those that other evicting ports need."""
 BEGIN = "<!-- generated: python -m benchmark.plot -->"
 
 
@@ -46,8 +44,8 @@ def decode_rate(row: Row) -> float:
 
 
 RATIOS: dict[str, tuple[str, Callable[[Row], float]]] = {
-    **{f"vs {name}": (name, output_rate) for name in BASELINES},
-    "decode vs ideal": ("ideal", decode_rate),
+    **{f"vs {base.name}": (base.name, output_rate) for base in BASELINES},
+    "decode vs ideal": (IDEAL, decode_rate),
 }
 """Column: the variant that the others are divided by, and the rate."""
 
@@ -155,9 +153,8 @@ def table(rows: list[Row]) -> str:
         if scenario == "paper-16k":
             columns["published tok/s (GiB)"] = [PUBLISHED.get(variant, "–") for variant in variants]
         columns = {name: cells for name, cells in columns.items() if {*cells} != {"–"}}
-        lines += [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
-        lines += [f"| {' | '.join(row)} |" for row in zip(*columns.values(), strict=True)]
-        lines.append("")
+        rows_of_cells = zip(*columns.values(), strict=True)
+        lines += [*markdown_table([dict(zip(columns, cells, strict=True)) for cells in rows_of_cells]), ""]
     return "\n".join(lines)
 
 
@@ -213,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out: Path = args.folder
     if not (out / "rows.jsonl").is_file():
         parser.error(f"{out}: no rows.jsonl there; name a folder that benchmark.throughput wrote to (--out)")
-    rows = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+    rows = read(out / "rows.jsonl")
     (out / "table.md").write_text(table(rows))
     names = plots(rows, out)
     if args.docs is not None:

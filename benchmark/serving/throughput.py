@@ -15,16 +15,12 @@ import contextlib
 import json
 import multiprocessing
 import os
-import platform
-import re
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
-from importlib.metadata import version
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,38 +28,17 @@ import psutil
 import pynvml
 import requests
 
+from benchmark.common.machine import gpus, machine
 from benchmark.common.progress import bar
-from benchmark.serving.server import Fleet, Server, flush
+from benchmark.common.rows import append, read
+from benchmark.serving.metrics import COUNTERS, counters, total
+from benchmark.serving.server import STOCK, Fleet, Server, family, flush
+from benchmark.serving.variants import BASELINES, IDEAL, OFF, Variant, evicting
 from sgl_vase import EvictionConfig
 
 BUDGET, QUICK_BUDGET = 512, 48
 BUFFER, QUICK_BUFFER = 64, 16
 SERVERS_AT_ONCE = 5
-STOCK = {"SGLANG_PLUGINS": "vase_cpu"}
-"""Of this project, only the CPU platform is loaded: SGLang as it is."""
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One way to serve: flags and environment, and client arguments if not the scenario's."""
-
-    name: str
-    flags: tuple[str, ...] = ()
-    env: dict[str, str] = field(default_factory=dict)
-    client: tuple[str, ...] = ()
-
-
-def evicting(policy: str, budget: int, name: str = "", flags: tuple[str, ...] = ()) -> Variant:
-    return Variant(name or policy, ("--eviction", policy, "--eviction-budget", str(budget), *flags))
-
-
-PRODUCTION = Variant("stock", env=STOCK)
-"""Production flags, which are those of our evicting servers as well: the baselines of both kinds are one."""
-PORTS = Variant("stock without radix cache and overlap", ("--disable-radix-cache", "--disable-overlap-schedule"), STOCK)
-"""The flags that other evicting ports of SGLang need."""
-BASELINES = (PRODUCTION, PORTS)
-IDEAL = "ideal"
-OFF = Variant("eviction off")
 
 
 @dataclass(frozen=True)
@@ -173,9 +148,9 @@ class Watch:
                 running, used = (total(text, name) or 0.0 for name in self.GAUGES)
                 self.samples.append((time.monotonic() - begin, running, used))
             with contextlib.suppress(psutil.NoSuchProcess):
-                family = [psutil.Process(self._server.pid), *psutil.Process(self._server.pid).children(recursive=True)]
-                self.peak_rss = max(self.peak_rss, sum(p.memory_info().rss for p in family))
-                self.peak_gpu = max(self.peak_gpu, gpu_memory({p.pid for p in family}))
+                members = family(self._server.pid)
+                self.peak_rss = max(self.peak_rss, sum(p.memory_info().rss for p in members))
+                self.peak_gpu = max(self.peak_gpu, gpu_memory({p.pid for p in members}))
 
     def __enter__(self) -> Watch:
         self._thread.start()
@@ -186,43 +161,10 @@ class Watch:
         self._thread.join()
 
 
-@cache
-def gpus() -> list[Any]:
-    """Handles of all GPUs, none without the driver."""
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return []
-    return [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-
-
 def gpu_memory(pids: set[int]) -> int:
     """Bytes that the processes hold on all GPUs."""
     used = [p for gpu in gpus() for p in pynvml.nvmlDeviceGetComputeRunningProcesses(gpu) if p.pid in pids]
     return sum(p.usedGpuMemory or 0 for p in used)
-
-
-def total(text: str, name: str) -> float | None:
-    """A metric of a Prometheus page summed over its labels, ``None`` if it is not there."""
-    values = re.findall(rf"^{re.escape(name)}(?:_total)?(?:{{[^}}]*}})? (\S+)$", text, re.M)
-    return sum(map(float, values)) if values else None
-
-
-COUNTERS = {
-    "evictions": "sgl_vase:eviction_rounds",
-    "evicted_tokens": "sgl_vase:evicted_tokens",
-    "evicted_requests": "sgl_vase:evicted_requests",
-    "eviction_seconds": "sgl_vase:eviction_seconds",
-    "planning_seconds": "sgl_vase:planning_seconds",
-    "retractions": "sglang:num_retracted_requests",
-    "cached_tokens": "sglang:cached_tokens",
-    "prompt_tokens": "sglang:prompt_tokens",
-}
-
-
-def counters(server: Server) -> dict[str, float]:
-    text = server.metrics()
-    return {key: total(text, name) or 0.0 for key, name in COUNTERS.items()}
 
 
 CLIENTS = multiprocessing.get_context("forkserver")
@@ -273,16 +215,6 @@ def drive(server: Server, offered: int, work: Sequence[str], seed: int, scratch:
         "peak_rss_mib": watch.peak_rss / 2**20,
         "peak_gpu_mib": watch.peak_gpu / 2**20,
         "samples": [[round(t, 1), r, u] for t, r, u in watch.samples],
-    }
-
-
-def machine() -> dict[str, Any]:
-    names = ("sglang", "sgl-vase", "torch")
-    cards = "".join(f", {pynvml.nvmlDeviceGetName(gpu)}" for gpu in gpus())
-    return {
-        "versions": {name: version(name) for name in names},
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {psutil.virtual_memory().total // 2**30} GiB{cards}",
-        "date": time.strftime("%Y-%m-%d"),
     }
 
 
@@ -359,7 +291,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--out: {error}")
     rows = args.out / "rows.jsonl"
     repetitions = 1 if args.quick else args.repetitions
-    measured = [json.loads(line) for line in rows.read_text().splitlines()] if rows.exists() else []
+    measured = read(rows) if rows.exists() else []
     identity = {"model": args.model.name, **machine()}
     call = time.strftime("%Y-%m-%dT%H:%M:%S")
     for row in measured:
@@ -399,8 +331,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 **identity,
                 **drive(server, scenario.requests, plan["client"], 1, args.out),
             }
-            with rows.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            append(rows, row)
             progress.advance(task)
     for left in ("client.jsonl", "client.log"):
         (args.out / left).unlink(missing_ok=True)

@@ -28,8 +28,7 @@ from benchmark.accuracy.reasoning import task as programs
 from benchmark.accuracy.report import loops
 from benchmark.accuracy.tasks import REASONING_MODEL, InputError, task
 from benchmark.common import pages
-from benchmark.serving.server import Server
-from benchmark.serving.throughput import STOCK
+from benchmark.serving.server import STOCK, Server
 
 
 def rows_of(shares: dict[str, list[int]], **common: object) -> list[dict]:
