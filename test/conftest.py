@@ -16,7 +16,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SmolLM2-135M-Instruct; ``VASE_TEST_MODEL`` names a built copy to reuse."""
     if directory := os.environ.get("VASE_TEST_MODEL"):
         return Path(directory)
-    from benchmark.demo_model import build
+    from benchmark.demo.model import build
 
     directory = tmp_path_factory.mktemp("model") / "smollm2"
     build(directory)

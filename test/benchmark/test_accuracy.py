@@ -20,13 +20,15 @@ import pytest
 import requests
 import torch
 
-from benchmark import accuracy, accuracy_report, pages, retrieval
-from benchmark.accuracy_processors import ENV, FLAGS, Forced, Seeded
-from benchmark.accuracy_report import loops
-from benchmark.accuracy_tasks import REASONING_MODEL, InputError, task
-from benchmark.reasoning import task as programs
-from benchmark.server import Server
-from benchmark.throughput import STOCK
+from benchmark.accuracy import report as accuracy_report
+from benchmark.accuracy import retrieval
+from benchmark.accuracy import run as accuracy
+from benchmark.accuracy.processors import ENV, FLAGS, Forced, Seeded
+from benchmark.accuracy.reasoning import task as programs
+from benchmark.accuracy.report import loops
+from benchmark.accuracy.tasks import REASONING_MODEL, InputError, task
+from benchmark.common import pages
+from benchmark.serving.server import STOCK, Server
 
 
 def rows_of(shares: dict[str, list[int]], **common: object) -> list[dict]:

@@ -5,7 +5,11 @@ from types import ModuleType
 
 import pytest
 
-from benchmark import accuracy, fidelity, hit_rate, pages, plot, retrieval
+from benchmark.accuracy import retrieval
+from benchmark.accuracy import run as accuracy
+from benchmark.common import pages
+from benchmark.fidelity import run as fidelity
+from benchmark.serving import hit_rate, plot
 
 
 @pytest.mark.parametrize("command", [accuracy, fidelity, hit_rate, plot, retrieval])

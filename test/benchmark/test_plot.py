@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from benchmark import plot, throughput
+from benchmark.serving import plot
+from benchmark.serving.variants import BASELINES, IDEAL
 
 
 def row(scenario: str, variant: str, budget: int, out: int, rate: float, repetition: int = 0) -> dict[str, Any]:
@@ -41,7 +42,7 @@ def test_ratios_are_formed_turn_by_turn() -> None:
 
 
 def test_decode_is_compared_with_the_ideal_without_the_prefill() -> None:
-    best = [row("steady", throughput.IDEAL, 512, 256, rate, i) for i, rate in enumerate((50.0, 80.0))]
+    best = [row("steady", IDEAL, 512, 256, rate, i) for i, rate in enumerate((50.0, 80.0))]
     kept = [row("steady", "vase", 512, 256, rate, i) for i, rate in enumerate((45.0, 64.0))]
     for some in kept:
         some["output_throughput"] = 1.0
@@ -53,8 +54,7 @@ def test_decode_is_compared_with_the_ideal_without_the_prefill() -> None:
 
 
 def test_both_baselines_have_a_column_and_the_first_rows() -> None:
-    assert [variant.name for variant in throughput.BASELINES] == list(plot.BASELINES)
-    rates = {"vase": 20.0, plot.BASELINES[0]: 10.0, plot.BASELINES[1]: 8.0}
+    rates = {"vase": 20.0, **{base.name: rate for base, rate in zip(BASELINES, (10.0, 8.0), strict=True)}}
     lines = plot.table([row("poisson", name, 256, 2048, rate) for name, rate in rates.items()]).splitlines()
     assert [line.split(" | ")[0] for line in lines[-3:]] == [
         "| stock",

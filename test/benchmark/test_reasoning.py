@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
-from benchmark.reasoning import task, tokenizer, train
+from benchmark.accuracy.reasoning import task, tokenizer, train
 
 SHIPPED = Path(train.__file__).parent / "model"
 TINY = train.Plan(

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import requests
 
-from benchmark import server
+from benchmark.serving import server
 
 STUBBORN = """
 import signal, subprocess, time

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmark import throughput
+from benchmark.common.machine import machine
+from benchmark.serving import throughput
+from benchmark.serving.variants import IDEAL, PRODUCTION
 
 
 @pytest.mark.e2e
@@ -35,7 +37,7 @@ def test_a_quick_run_ends_in_tables_and_plots(tiny: Path, tmp_path: Path) -> Non
 
 
 def test_rows_of_another_model_are_not_continued(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"model": "other", **throughput.machine()}) + "\n")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"model": "other", **machine()}) + "\n")
     with pytest.raises(SystemExit):
         throughput.main(["--model", "model", "--out", str(tmp_path)])
     assert "rows are of another model; name another folder" in capsys.readouterr().err
@@ -71,13 +73,13 @@ def test_no_variant_is_first_in_every_turn() -> None:
 @pytest.mark.parametrize("quick", [False, True])
 def test_stock_has_the_flags_of_the_evicting_servers(quick: bool) -> None:
     """So it is the baseline with production flags and the one with matched flags."""
-    assert throughput.PRODUCTION.flags == ()
+    assert PRODUCTION.flags == ()
     for scenario in throughput.scenarios(quick, ["vase-dkv", "vase"], 512, 4096, 8).values():
         base = scenario.variants[0]
         if scenario.name == "steady":  # stock with shorter prompts, as many tokens out
-            assert base.name == throughput.IDEAL and base.client[-2] == str(scenario.tokens_out)
-            base = replace(base, name=throughput.PRODUCTION.name, client=())
-        assert base == throughput.PRODUCTION
+            assert base.name == IDEAL and base.client[-2] == str(scenario.tokens_out)
+            base = replace(base, name=PRODUCTION.name, client=())
+        assert base == PRODUCTION
         evicting = [variant for variant in scenario.variants if "--eviction" in variant.flags]
         assert evicting
         for variant in evicting:

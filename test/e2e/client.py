@@ -7,7 +7,7 @@ from typing import Any
 
 import requests
 
-from benchmark.throughput import total
+from benchmark.serving.metrics import total
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 """No penalties: with the overlap schedule theirs depend on when a request arrives, in stock SGLang too."""

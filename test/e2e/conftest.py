@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmark.server import STRICT, Fleet, Server
+from benchmark.serving.server import STRICT, Fleet, Server
 
 COMMON = (
     *("--device", "cpu", "--dtype", "float32", "--context-length", "8192", "--max-total-tokens", "8192"),

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from benchmark.hit_rate import measure, violations, workloads
-from benchmark.server import Server
+from benchmark.serving.hit_rate import measure, violations, workloads
+from benchmark.serving.server import Server
 
 pytestmark = pytest.mark.e2e
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import requests
 
-from benchmark.server import REPEATABLE, Server, flush
-from benchmark.throughput import counters
+from benchmark.serving.metrics import counters
+from benchmark.serving.server import REPEATABLE, Server, flush
 from test.e2e import tiny_model
 from test.e2e.client import GREEDY, gauge, generate, generate_all, post
 from test.e2e.texts import STORY, prompt_ids

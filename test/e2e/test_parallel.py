@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmark.server import REPEATABLE, STRICT, Server, flush
+from benchmark.serving.server import REPEATABLE, STRICT, Server, flush
 from test.e2e.client import gauge, generate_all
 from test.e2e.conftest import COMMON
 from test.e2e.texts import prompt_ids

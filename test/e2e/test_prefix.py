@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmark.server import REPEATABLE, Server, flush
+from benchmark.serving.server import REPEATABLE, Server, flush
 from test.e2e.client import generate, generate_all
 from test.e2e.texts import QUESTIONS, STORY, chat
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmark.server import REPEATABLE, Server, flush
+from benchmark.serving.server import REPEATABLE, Server, flush
 from test.e2e.client import GREEDY, gauge, generate, generate_all, post
 from test.e2e.texts import QUESTIONS, chat, prompt_ids
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import requests
 
-from benchmark.server import Server, flush
+from benchmark.serving.server import Server, flush
 from sgl_vase import EvictionConfig
 from test.e2e.client import gauge, generate, generate_all, post
 from test.e2e.texts import QUESTIONS, chat

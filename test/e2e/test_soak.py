@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmark import soak
+from benchmark.serving import soak
 
 JOB = soak.Job("job", (1, 2, 3), 40, logprobs="prompt")
 ANSWER: dict[str, Any] = {

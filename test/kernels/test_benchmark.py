@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmark import kernels
+from benchmark.kernels import run as kernels
 
 
 def test_floor_of_a_round():

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from benchmark import fidelity, pages
+from benchmark.common import pages
+from benchmark.fidelity import run as fidelity
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -86,19 +85,17 @@ def draw(rng: random.Random, lines: int, queries: int, spread: float) -> Problem
     return Problem(" ".join(prompt), " ".join([*chain, answer, EOS]), answer)
 
 
-def stream(split: Split, seed: int, lines: int, queries: int = 4, spread: float = 0.5) -> Iterator[Problem]:
-    """Endless problems of one split, the same for the same arguments; see ``draw`` for them."""
-    rng = random.Random(f"{split} {seed} {lines} {queries} {spread}")
-    while True:
-        problem = draw(rng, lines, queries, spread)
-        if split_of(problem.prompt) == split:
-            yield problem
-
-
 def problems(split: Split, n: int, seed: int, lines: int, queries: int = 4, spread: float = 0.5) -> list[Problem]:
-    """The first ``n`` problems of ``stream``: ``INPUTS`` inputs, ``lines`` steps, ``queries`` values asked for."""
-    source = stream(split, seed, lines, queries, spread)
-    return [next(source) for _ in range(n)]
+    """The first ``n`` problems of a split: ``INPUTS`` inputs, ``lines`` steps, ``queries`` values asked for.
+
+    The same for the same arguments, and a longer list begins with the shorter one; ``spread`` is that of ``draw``.
+    """
+    rng = random.Random(f"{split} {seed} {lines} {queries} {spread}")
+    found: list[Problem] = []
+    while len(found) < n:
+        problem = draw(rng, lines, queries, spread)
+        found += [problem] if split_of(problem.prompt) == split else []
+    return found
 
 
 def kinds() -> list[Kind]:
@@ -106,21 +103,22 @@ def kinds() -> list[Kind]:
     return [*["format"] * 4, "lookup", "format", "format", "result", "format", "format"]
 
 
+def answer_of(text: str) -> list[str]:
+    """The last ``?`` of ``text`` and all tokens after it; none where there is no ``?``."""
+    tokens = [token for token in text.split() if token not in (EOS, PAD)]
+    return tokens[max((index for index, token in enumerate(tokens) if token == ASK), default=len(tokens)) :]
+
+
 def grade(problem: Problem, text: str) -> bool:
     """Whether the generated ``text`` ends with the right answer: whatever follows its last ``?``, and nothing else."""
-    tokens = [token for token in text.split() if token not in (EOS, PAD)]
-    start = max((index for index, token in enumerate(tokens) if token == ASK), default=len(tokens))
-    return tokens[start:] == problem.answer.split()
+    return answer_of(text) == problem.answer.split()
 
 
 def values_right(problem: Problem, text: str) -> float:
     """Share of the values asked for that the answer at the end of ``text`` has right, each in its place."""
-    tokens = [token for token in text.split() if token not in (EOS, PAD)]
-    start = max((index for index, token in enumerate(tokens) if token == ASK), default=len(tokens))
-    expected = problem.answer.split()
+    expected, found = problem.answer.split(), answer_of(text)
     pairs = list(zip(expected[1::2], expected[2::2], strict=True))
-    found = list(zip(tokens[start + 1 :: 2], tokens[start + 2 :: 2], strict=False))
-    return sum(a == b for a, b in zip(pairs, found, strict=False)) / len(pairs)
+    return sum(a == b for a, b in zip(pairs, zip(found[1::2], found[2::2], strict=False), strict=False)) / len(pairs)
 
 
 def first_error(problem: Problem, text: str) -> Kind | None:

@@ -15,11 +15,9 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+from benchmark.common.arguments import InputError
+
 REASONING_MODEL = Path(__file__).parent / "reasoning" / "model"
-
-
-class InputError(ValueError):
-    """An argument cannot be used; the message names it and the way out."""
 
 
 @dataclass(frozen=True)
@@ -79,28 +77,19 @@ PAPER = {
     "aime25": Paper("aime25", "aime25.jsonl", 4096, 16),
     "aime26": Paper("aime26", "aime26.jsonl", 4096, 16),
     "hmmt25": Paper(
-        "gsm8k",
-        "hmmt.jsonl",
-        4096,
-        16,
+        *("gsm8k", "hmmt.jsonl", 4096, 16),
         (
             ("MathArena/hmmt_feb_2025", None, "train", "6fdc4277120810ff75aa22d2d5489b91f7a262a1"),
             ("MathArena/hmmt_nov_2025", None, "train", "118dbfb45c4c9467c672268ed55166642897aa46"),
         ),
     ),
     "math500": Paper(
-        "gsm8k",
-        "math.jsonl",
-        1024,
-        4,
+        *("gsm8k", "math.jsonl", 1024, 4),
         (("HuggingFaceH4/MATH-500", None, "test", "6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be"),),
     ),
     "gpqa": Paper("gpqa", "gpqa.jsonl", 2048, 8),
     "gsm8k": Paper(
-        "gsm8k",
-        "gsm8k.jsonl",
-        512,
-        1,
+        *("gsm8k", "gsm8k.jsonl", 512, 1),
         (("openai/gsm8k", "main", "test", "740312add88f781978c0658806c59bc2815b9866"),),
         reserve=0.5,
     ),
@@ -133,7 +122,7 @@ def task(name: str, data: Path | None, lines: int, seed: int, spread: float) -> 
 
 def reasoning(lines: int, seed: int, spread: float) -> Task:
     """The shipped task: straight-line programs, the answer must be right to the last value."""
-    from benchmark.reasoning import task as programs
+    from benchmark.accuracy.reasoning import task as programs
 
     def load(n: int | None) -> list[Item]:
         found = programs.problems("test", n or 100, seed, lines, spread=spread)

@@ -13,7 +13,7 @@ import torch
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
 FLAGS = ("--enable-custom-logit-processor",)
-ENV = {"PYTHONPATH": str(Path(__file__).parents[1])}
+ENV = {"PYTHONPATH": str(Path(__file__).parents[2])}
 
 
 def _step(params: dict[str, Any]) -> int:

@@ -21,21 +21,21 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
-from typing import Any, Literal
+from typing import Any
 
-import requests
 from rich.progress import Progress
 
-from benchmark import accuracy_report
-from benchmark.accuracy_processors import ENV, FLAGS, Seeded
-from benchmark.accuracy_report import FULL, Row
-from benchmark.accuracy_tasks import PAPER_TOKENS, REASONING_MODEL, TASKS, InputError, Item, Task, chat_ids, task
-from benchmark.fidelity import parse_policy
-from benchmark.pages import add_docs
-from benchmark.progress import bar
-from benchmark.server import REPEATABLE, Server, ServerError, flush
-from benchmark.throughput import STOCK, machine
-from sgl_vase import EvictionConfig
+from benchmark.accuracy import report
+from benchmark.accuracy.processors import ENV, FLAGS, Seeded
+from benchmark.accuracy.report import FULL
+from benchmark.accuracy.tasks import PAPER_TOKENS, REASONING_MODEL, TASKS, Item, Task, chat_ids, task
+from benchmark.accuracy.variants import Variant, eviction_flags, private_floor
+from benchmark.common.arguments import InputError
+from benchmark.common.machine import machine, named
+from benchmark.common.pages import add_docs
+from benchmark.common.progress import bar
+from benchmark.common.rows import Row, append, read
+from benchmark.serving.server import REPEATABLE, STOCK, Server, ServerError, flush, generate
 from sgl_vase.config import PREFIX_MODES
 
 POLICIES = "vase-attnv,vase-dkv,r-kv,snapkv,curdkv,random,streaming,h2o,keydiff,knorm,value-range,evict-large-range"
@@ -47,33 +47,8 @@ ABLATIONS = (
 SERVER_FLAGS = "--device cpu --dtype float32 --sleep-on-idle"
 PAPER_BUDGET = "paper"
 SEEDED = Seeded.to_str()
-Prefix = Literal["protect", "detach"]
 LINES = 64
 SPREAD = 1.0
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A policy with its options. ``reserve``: ``N_v`` as a share of ``T_eff - P``, ``None``: the server's default."""
-
-    name: str
-    policy: str
-    options: str
-    prefix: Prefix
-    reserve: float | None
-
-    @classmethod
-    def parse(cls, spec: str, prefix: Prefix) -> Variant:
-        """From ``policy:option=value:...``, where ``reserve`` is an option too. Raises ``InputError``."""
-        try:
-            policy, options = parse_policy(spec)
-            reserve = options.pop("reserve", None)
-            if reserve is not None and not (isinstance(reserve, (int, float)) and 0 <= reserve < 1):
-                raise ValueError(f"reserve must be a share of the budget in [0, 1), got {reserve}")
-            EvictionConfig(policy, prefix=prefix, options=options)
-        except ValueError as error:
-            raise InputError(f"--policies {spec}: {error}") from None
-        return cls(spec, policy, json.dumps(options, sort_keys=True), prefix, reserve)
 
 
 @dataclass(frozen=True)
@@ -106,36 +81,6 @@ class Cell:
         protected = self.prompt if self.variant.prefix == "protect" else 0
         private = max(self.budget - protected, private_floor(self.budget, self.task.buffer))
         return None if share is None else round(share * private)
-
-
-def private_floor(budget: int, buffer: int) -> int:
-    """``M`` of every policy here: half the budget, or what leaves a candidate beside the buffer."""
-    return max(budget // 2, buffer + 1)
-
-
-def eviction_flags(
-    variant: Variant, budgets: Sequence[int], buffer: int, value_tokens: int | None, out: Path
-) -> tuple[str, ...]:
-    """Flags of a server that serves a variant at all ``budgets``, chosen by request; its configuration goes to ``out``.
-
-    Raises ``InputError`` for sizes that the policy cannot have.
-    """
-    if min(budgets) <= buffer:
-        raise InputError(f"a budget of {min(budgets)} tokens needs a smaller --buffer than {buffer}")
-    # A request's private floor is half its own budget, but never below its server's.
-    floor = private_floor(min(budgets), buffer)
-    try:
-        config = EvictionConfig(
-            *(variant.policy, max(budgets), buffer, value_tokens, floor),
-            prefix=variant.prefix,
-            options=json.loads(variant.options),
-        )
-    except ValueError as error:
-        raise InputError(f"--policies {variant.name}: {error}") from None
-    file = out / "configs" / f"{variant.name.replace(':', '-')}-{variant.prefix}-{value_tokens}.json"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(config.as_dict(), indent=1) + "\n")
-    return "--eviction", config.policy, "--eviction-config", str(file)
 
 
 def groups(cells: Sequence[Cell], out: Path) -> Iterator[tuple[tuple[str, ...], dict[str, str], list[Cell]]]:
@@ -190,10 +135,7 @@ class Settings:
             params["eviction"] = {"budget": cell.budget}
         sampling = {"temperature": 0, "max_new_tokens": most, "sampling_seed": seed}
         body = {**prompt, "sampling_params": {**sampling, "custom_params": params}, "custom_logit_processor": SEEDED}
-        response = requests.post(server.url + "/generate", json=body, timeout=86400)
-        if response.status_code != 200:
-            raise ServerError(f"{request.key}: HTTP {response.status_code}: {response.text[:500]}")
-        answer = response.json()
+        answer = generate(server.url, body, str(request.key))
         meta = answer["meta_info"]
         eviction = meta.get("eviction") or {}
         if cell.variant is not None and eviction.get("budget") != cell.budget:
@@ -207,7 +149,7 @@ class Settings:
             "prompt_tokens": meta["prompt_tokens"],
             "tokens": meta["completion_tokens"],
             "at_limit": meta["finish_reason"]["type"] == "length",
-            "loop": accuracy_report.loops(answer["output_ids"]),
+            "loop": report.loops(answer["output_ids"]),
             **{name: eviction.get(name, 0) for name in ("evictions", "evicted_tokens", "kv_tokens")},
             "text": answer["text"],
         }
@@ -220,7 +162,7 @@ class Runner:
         self.settings, self.out, self.flags = settings, out, (*flags, *FLAGS)
         self.servers, self.concurrency = servers, concurrency
         self.file = out / "rows.jsonl"
-        self.rows = [json.loads(line) for line in self.file.read_text().splitlines()] if self.file.exists() else []
+        self.rows = read(self.file) if self.file.exists() else []
         threads = max(1, len(os.sched_getaffinity(0)) // servers)
         self.env = ENV | REPEATABLE | ({"OMP_NUM_THREADS": str(threads)} if servers > 1 else {})
 
@@ -272,8 +214,7 @@ class Runner:
                 raise
 
     def _keep(self, row: Row) -> None:
-        with self.file.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        append(self.file, row)
         self.rows.append(row)
 
 
@@ -298,7 +239,7 @@ def budget(compression: str, task: Task, rows: Sequence[Row]) -> int:
             raise InputError(f"--compression {PAPER_BUDGET}: the paper has no budget for {task.name}")
         return task.budget
     try:
-        return round(accuracy_report.mean_trace(_full(task, rows)) / float(compression))
+        return round(report.mean_trace(_full(task, rows)) / float(compression))
     except (ValueError, ZeroDivisionError):
         raise InputError(f"--compression: a number above 0 or {PAPER_BUDGET} is needed, got {compression!r}") from None
 
@@ -358,7 +299,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if not args.redraw:
             measure(args)
-        print(accuracy_report.report(args.out, args.docs))
+        print(report.report(args.out, args.docs))
     except (InputError, ServerError, OSError) as error:
         print(f"accuracy: {error}", file=sys.stderr)
         return 2
@@ -410,7 +351,7 @@ def _check_settings(args: argparse.Namespace, tasks: Sequence[Task]) -> None:
     """Write the settings of each task, or refuse to continue a run of others. Raises ``InputError``."""
     file = args.out / "runs.json"
     runs = json.loads(file.read_text()) if file.exists() else {}
-    versions = ", ".join(f"{name} {version}" for name, version in machine()["versions"].items())
+    versions = named(machine()["versions"])
     for t in tasks:
         run = {
             "model": "the shipped model" if args.model == REASONING_MODEL else args.model.name,
@@ -424,7 +365,3 @@ def _check_settings(args: argparse.Namespace, tasks: Sequence[Task]) -> None:
                 f"--out {args.out}: its {t.name} rows have other settings ({changed}); name another folder"
             )
     file.write_text(json.dumps(runs, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -16,8 +16,8 @@ from typing import Any
 
 import requests
 
-from benchmark.demo_model import DemoModelError, build
-from benchmark.server import Server, ServerError
+from benchmark.demo.model import DemoModelError, build
+from benchmark.serving.server import Server, ServerError
 
 PROMPT = "Explain how the sea, the wind and the moon shape a coastline, step by step, with many examples."
 
@@ -116,7 +116,3 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

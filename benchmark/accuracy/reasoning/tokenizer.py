@@ -5,7 +5,7 @@ from __future__ import annotations
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from benchmark.reasoning.task import EOS, PAD, VOCABULARY
+from benchmark.accuracy.reasoning.task import EOS, PAD, VOCABULARY
 
 IDS = {token: index for index, token in enumerate(VOCABULARY)}
 

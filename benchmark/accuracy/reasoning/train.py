@@ -1,7 +1,7 @@
 """Train the reasoning model from scratch on one CPU core, or evaluate it.
 
-    python -m benchmark.reasoning.train --out DIR [--minutes N] [--resume]
-    python -m benchmark.reasoning.train --out DIR --check
+    python -m benchmark.accuracy.reasoning.train --out DIR [--minutes N] [--resume]
+    python -m benchmark.accuracy.reasoning.train --out DIR --check
 
 ``DIR`` becomes a model directory that SGLang serves, with a card saying how it was made. Training stops after its plan
 or after ``--minutes``, whichever comes first, and on Ctrl-C; ``--resume`` goes on from ``DIR/training.pt`` as if it had
@@ -28,7 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch.nn import functional
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
-from benchmark.reasoning import task, tokenizer
+from benchmark.accuracy.reasoning import task, tokenizer
 
 CHECKPOINT = "training.pt"
 FACTS = "training.json"
@@ -290,14 +290,15 @@ A Qwen3-architecture model of {facts["parameters"]:,} parameters ({plan["layers"
 {plan["query_heads"]} query and {plan["kv_heads"]} KV heads of {plan["head_dim"]} dimensions), bf16. It works out
 straight-line programs step by step, and each step needs a value computed at an earlier step, so it measures what a
 policy that evicts generated tokens loses. It can do nothing else. The task is described in
-`benchmark/reasoning/task.py`; its data are made by a program, no other data was used.
+`benchmark/accuracy/reasoning/task.py`; its data are made by a program, no other data was used.
 
 ## How it was made
 
-`python -m benchmark.reasoning.train --out DIR`: {facts["steps"]} of the plan's {planned} steps, {facts["tokens"]:,}
-tokens (prompts included) in {facts["minutes"]} minutes on a CPU ({facts["machine"]}), seed {plan["seed"]}, torch
-{facts["versions"]["torch"]}, transformers {facts["versions"]["transformers"]}, finished {facts["finished"]}. Muon (rate
-{plan["muon_rate"]}) for the matrices, AdamW (rate {plan["adam_rate"]}) for the rest. Loss on the chain only.
+`python -m benchmark.accuracy.reasoning.train --out DIR`: {facts["steps"]} of the plan's {planned} steps,
+{facts["tokens"]:,} tokens (prompts included) in {facts["minutes"]} minutes on a CPU ({facts["machine"]}), seed
+{plan["seed"]}, torch {facts["versions"]["torch"]}, transformers {facts["versions"]["transformers"]}, finished
+{facts["finished"]}. Muon (rate {plan["muon_rate"]}) for the matrices, AdamW (rate {plan["adam_rate"]}) for the rest.
+Loss on the chain only.
 
 | steps | lines of the programs | tokens a step |
 |---|---|---|
@@ -305,8 +306,8 @@ tokens (prompts included) in {facts["minutes"]} minutes on a CPU ({facts["machin
 
 ## Held-out accuracy
 
-Full cache, greedy, by `python -m benchmark.reasoning.train --out DIR --check`. Test programs are told from training
-programs by a hash of their text.
+Full cache, greedy, by `python -m benchmark.accuracy.reasoning.train --out DIR --check`. Test programs are told from
+training programs by a hash of their text.
 
 | lines | prompt tokens | generated tokens | problems | right answers | chains without any error | date |
 |---|---|---|---|---|---|---|

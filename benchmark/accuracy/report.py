@@ -16,9 +16,9 @@ import numpy as np
 from matplotlib import pyplot as plt
 from scipy.stats import bootstrap
 
-from benchmark.pages import pictures, rewrite
+from benchmark.common.pages import pictures, rewrite
+from benchmark.common.rows import Row, markdown_table, read
 
-Row = dict[str, Any]
 Key = tuple[str, str, str]
 """Variant, prefix mode, compression."""
 FULL: Key = ("full", "-", "1")
@@ -114,10 +114,6 @@ def _signed(found: tuple[float, float, float] | None) -> str:
     return "–" if found is None else "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * value for value in found))
 
 
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
 def _published(task: str, variant: str) -> str:
     return f"{PUBLISHED[task][variant]:.1f}" if variant in PUBLISHED[task] else "–"
 
@@ -130,51 +126,34 @@ def table(task: str, label: str, prefix: str, chosen: dict[Key, list[Row]]) -> l
         references[f"against `{CONTROL}`, {prefix}"] = (CONTROL, prefix, label)
     references[f"against `{OURS}`"] = (OURS, prefix, label)
     references = {title: key for title, key in references.items() if key in chosen}
-    head = [
-        "",
-        "T",
-        "KV held",
-        "pass@1, %",
-        *references,
-        "against full",
-        "tokens",
-        "at limit, %",
-        "loops, %",
-        "evicted, %",
-    ]
     published = task in PUBLISHED and label in PUBLISHED_AT
-    if in_parts := finest(full) == "partial":
-        head.insert(4, "parts right, %")
-    if published:
-        head.insert(4, "published")
-    lines = [_line(head), "|" + "---|" * len(head)]
+    lines = []
     variants = {key: found for key, found in chosen.items() if key == FULL or key[1:] == (prefix, label)}
     field = finest(full)
     best_first = sorted(variants.items(), key=lambda pair: (pair[0] != FULL, -pass_at_1(pair[1], field)[0]))
     for key, found in best_first:
-        mean, error = pass_at_1(found)
         cut = [row["kv_tokens"] for row in found if row["evictions"]]
-        cells = [
-            f"`{key[0]}`" if key != FULL else "full",
-            str(found[0]["budget"] or "–"),
-            f"{np.mean(cut):.0f}" if cut else "–",
-            f"{100 * mean:.1f} ± {100 * error:.1f}",
-            *(_signed(difference(found, chosen[r])) if r != key else "–" for r in references.values()),
-            _signed(difference(found, full)) if key != FULL else "–",
-            f"{np.mean([row['tokens'] for row in found]):.0f}",
-            *(_share(found, name) for name in ("at_limit", "loop")),
-            f"{100 * np.mean([row['evictions'] > 0 for row in found]):.0f}",
-        ]
-        if in_parts:
-            cells.insert(4, "{:.1f} ± {:.1f}".format(*(100 * value for value in pass_at_1(found, "partial"))))
-        if published:
-            cells.insert(4, _published(task, key[0]))
-        lines.append(_line(cells))
+        cells = {
+            "": f"`{key[0]}`" if key != FULL else "full",
+            "T": found[0]["budget"] or "–",
+            "KV held": f"{np.mean(cut):.0f}" if cut else "–",
+            "pass@1, %": _percent(found, "correct"),
+            **({"published": _published(task, key[0])} if published else {}),
+            **({"parts right, %": _percent(found, "partial")} if field == "partial" else {}),
+            **{title: _signed(difference(found, chosen[r])) if r != key else "–" for title, r in references.items()},
+            "against full": _signed(difference(found, full)) if key != FULL else "–",
+            "tokens": f"{np.mean([row['tokens'] for row in found]):.0f}",
+            "at limit, %": _share(found, "at_limit"),
+            "loops, %": _share(found, "loop"),
+            "evicted, %": f"{100 * np.mean([row['evictions'] > 0 for row in found]):.0f}",
+        }
+        lines.append(cells)
+    text = markdown_table(lines)
     if published:
         measured = {key[0] for key in variants}
         others = [f"{name} {value:.1f}" for name, value in PUBLISHED[task].items() if name not in measured]
-        lines += ["", f"Published, not measured here: {', '.join(others)}."] if others else []
-    return [*lines, ""]
+        text += ["", f"Published, not measured here: {', '.join(others)}."] if others else []
+    return [*text, ""]
 
 
 def tables(rows: Sequence[Row], runs: dict[str, Any]) -> str:
@@ -196,6 +175,10 @@ def tables(rows: Sequence[Row], runs: dict[str, Any]) -> str:
         for label, prefix in dict.fromkeys((key[2], key[1]) for key in chosen if key != FULL):
             lines += [f"#### {_title(label)}, prefix {prefix}", "", *table(task, label, prefix, chosen)]
     return "\n".join(lines)
+
+
+def _percent(rows: Sequence[Row], field: str) -> str:
+    return "{:.1f} ± {:.1f}".format(*(100 * value for value in pass_at_1(rows, field))) if rows else "–"
 
 
 def _title(label: str) -> str:
@@ -251,7 +234,7 @@ def plots(rows: Sequence[Row], out: Path) -> list[str]:
 
 def report(out: Path, docs: Path | None = None) -> Path:
     """Redraw tables and plots from ``rows.jsonl`` and ``runs.json`` alone; the file that holds them."""
-    rows = [json.loads(line) for line in (out / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = read(out / "rows.jsonl")
     body, names = tables(rows, json.loads((out / "runs.json").read_text(encoding="utf-8"))), plots(rows, out)
     target = out / "table.md"
     target.write_text(body, encoding="utf-8")

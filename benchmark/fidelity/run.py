@@ -25,14 +25,11 @@ from sgl_vase_kernels import KVPool, QueryWindow, Rows, ops
 from tokenizers import Tokenizer
 from torch.nn import functional as F
 
-from benchmark.pages import add_docs, rewrite
+from benchmark.common.arguments import InputError, parse_policy
+from benchmark.common.pages import add_docs, rewrite
 from sgl_vase import EvictionConfig, Round, policy_class
 from sgl_vase.policy import FIRST_POSITIONS
 from sgl_vase.randomness import request_key
-
-
-class InputError(ValueError):
-    """An argument cannot be used; the message names it."""
 
 
 class Llama:
@@ -169,21 +166,6 @@ class Result:
     round_ms: float = 0.0
 
 
-def parse_policy(spec: str) -> tuple[str, dict[str, Any]]:
-    """``name`` or ``name:option=value:…``; values are JSON, or words."""
-    name, *options = spec.split(":")
-    parsed = {}
-    for option in options:
-        key, equals, value = option.partition("=")
-        if not equals:
-            raise InputError(f"--policies: option {option!r} of {name} needs a value, as in {name}:{option}=1")
-        try:
-            parsed[key] = json.loads(value)
-        except json.JSONDecodeError:
-            parsed[key] = value
-    return name, parsed
-
-
 @torch.inference_mode()
 def measure(
     model: Llama, text: str, tokens: int, configs: dict[tuple[str, int], EvictionConfig], buffer: int
@@ -276,7 +258,3 @@ def main(argv: list[str] | None = None) -> int:
     if args.docs:
         rewrite(args.docs, BEGIN, markdown(results, settings))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -201,7 +201,3 @@ def main(argv: list[str] | None = None) -> int:
         args.out.write_text("".join(json.dumps(x) + "\n" for x in (head, *(asdict(r) for r in results))))
     print(markdown(results, head))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -28,6 +28,9 @@ STRICT = {
 }
 """SGLang's own checks of pool and tree, on."""
 
+STOCK = {"SGLANG_PLUGINS": "vase_cpu"}
+"""Of this project, only the CPU platform is loaded: SGLang as it is."""
+
 REPEATABLE = {"VASE_BATCH_INVARIANT": "1"}
 """On a CPU, answers that do not tell how many were in their batch."""
 
@@ -46,7 +49,7 @@ def guard(pid: int) -> subprocess.Popen[bytes]:
 
 
 class ServerError(RuntimeError):
-    """The server did not come up; the message ends with the last lines of its log."""
+    """The server did not come up, ended or refused a request; the message ends with its log or its answer."""
 
 
 def free_port() -> int:
@@ -61,6 +64,14 @@ def free_port() -> int:
 def flush(url: str) -> None:
     """Empty the radix tree; the server waits until no request runs, and refuses if one goes on or a slot is lost."""
     requests.post(url + "/flush_cache?timeout=10", timeout=60).raise_for_status()
+
+
+def generate(url: str, body: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """The answer to one request, however long it takes. Raises ``ServerError``, which names ``what`` was asked."""
+    response = requests.post(url + "/generate", json=body, timeout=86400)
+    if response.status_code != 200:
+        raise ServerError(f"{what}: HTTP {response.status_code}: {response.text[:500]}")
+    return dict(response.json())
 
 
 class Server:
@@ -143,17 +154,17 @@ class Server:
     def _end(self) -> None:
         process, self._process = self._process, None
         if process is not None:
-            family = _family(process.pid)
+            members = family(process.pid)
             process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=20)
             # SGLang's children outlive a parent that was killed or crashed.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            for member in family:
+            for member in members:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     member.kill()
-            psutil.wait_procs(family, timeout=10)
+            psutil.wait_procs(members, timeout=10)
             process.wait()
         watcher, self._guard = self._guard, None
         if watcher is not None:
@@ -189,7 +200,7 @@ class Server:
         raise ServerError(f"the server was not ready after {timeout:.0f} s; the end of its log:\n{self._tail()}")
 
     def _listens(self) -> bool:
-        for member in _family(self.pid):
+        for member in family(self.pid):
             with contextlib.suppress(psutil.NoSuchProcess):
                 for connection in member.net_connections(kind="tcp"):
                     if connection.status == psutil.CONN_LISTEN and connection.laddr.port == self.port:
@@ -252,7 +263,8 @@ class Fleet:
         return list(found.values())
 
 
-def _family(pid: int) -> list[psutil.Process]:
+def family(pid: int) -> list[psutil.Process]:
+    """The process and all that it started; empty when it has ended."""
     try:
         process = psutil.Process(pid)
         return [process, *process.children(recursive=True)]

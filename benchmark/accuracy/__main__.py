@@ -1,0 +1,4 @@
+from benchmark.accuracy.run import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

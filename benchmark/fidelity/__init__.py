@@ -1,0 +1,1 @@
+"""How far eviction moves the next-token distribution, without a server."""

@@ -1,0 +1,1 @@
+"""How fast a real server is, what its radix cache hits, and whether it survives: throughput, hit rates, soak."""
