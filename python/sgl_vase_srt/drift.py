@@ -10,6 +10,7 @@ import argparse
 import ast
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib import metadata
@@ -94,18 +95,20 @@ def main(hooked: Sequence[str], argv: Sequence[str], version: str) -> int:
         print(f"{len(functions)} functions of SGLang {version} written to {PINNED}")
         return 0
     pinned = json.loads(PINNED.read_text())
-    states: dict[str, list[str]] = {"missing": [], "signature": [], "body": [], "new": [], "same": []}
+    lines = []
     for target, (now, place) in found.items():
         then = pinned["functions"].get(target, "").split()
         differing = [part for part, a, b in zip(("signature", "body"), now, then, strict=False) if a != b]
         state = "missing" if not now else "new" if not then else (*differing, "same")[0]
-        states[state].append(f"{state:9}  {'hooked' if target in hooked else 'used':6}  {target}  {place}")
-    same = len(states.pop("same"))
-    for line in (line for lines in states.values() for line in lines):
-        print(line)
-    missing, signature, body, new = map(len, states.values())
+        lines.append((state, "hooked" if target in hooked else "used  ", target, place))
+    order = ("missing", "signature", "body", "new", "same")
+    for state, *rest in sorted(lines, key=lambda line: order.index(line[0])):
+        if state != "same":
+            print("  ".join((state.ljust(9), *rest)))
+    counts = Counter(state for state, *_ in lines)
     print(
-        f"SGLang {release} against {pinned['sglang']}: of {len(found)} functions {same} are the same, {missing} are "
-        f"missing, {signature} have another signature, {body} only another body, {new} are not in pinned.json yet."
+        f"SGLang {release} against {pinned['sglang']}: of {len(found)} functions {counts['same']} are the same, "
+        f"{counts['missing']} are missing, {counts['signature']} have another signature, {counts['body']} only another "
+        f"body, {counts['new']} are not in pinned.json yet."
     )
-    return int(same != len(found))
+    return int(counts["same"] != len(found))

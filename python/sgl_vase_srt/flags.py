@@ -73,10 +73,8 @@ class VaseServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]  # msgspe
                 raise ValueError(f"{', '.join(given)} has no effect without --eviction: add --eviction vase")
             return None
         if self.eviction_config is not None:
-            config = EvictionConfig.from_json(self.eviction_config, policy=self.eviction, **flags)
-        else:
-            config = EvictionConfig(policy=self.eviction, **{k: v for k, v in flags.items() if v is not None})
-        return config
+            return EvictionConfig.from_json(self.eviction_config, policy=self.eviction, **flags)
+        return EvictionConfig(policy=self.eviction, **{k: v for k, v in flags.items() if v is not None})
 
     @classmethod
     def from_cli_args(cls, args: Any) -> VaseServerArgs:
@@ -102,7 +100,7 @@ class VaseServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]  # msgspe
             compat.check_server_args(view)
             if str(view.model_path).lower() not in ("none", "dummy"):
                 compat.check_model(model_config_of(self))
-            current.serve_with(config)
+            current.config = config
             install.install_frontend()
         except ValueError as error:
             self._refuse(error)
@@ -132,7 +130,7 @@ def _rebuild(cls: type[VaseServerArgs], fields: dict[str, Any], bookkeeping: dic
     record = cls(**fields)
     record.__dict__.update(bookkeeping)
     if (config := record.eviction_settings()) is not None:
-        current.serve_with(config)
+        current.config = config
         if "sglang.srt.managers.tokenizer_manager" in sys.modules:
             install.install_frontend()
     return record

@@ -49,7 +49,7 @@ def attach(_: None, worker: TpModelWorker, *args: Any, **kwargs: Any) -> None:
     try:
         verify(_scheduler_hooks())
         compat.check_model(runner.model_config)
-        current.attach(build.build(runner, current.settings(), current.counters))
+        current.attached = build.build(runner, current.settings(), current.counters)
     except ValueError as error:
         logger.error("error: %s", error)
         raise SystemExit(1) from None
@@ -68,14 +68,12 @@ SCHEDULER = (
     Hook("mem_cache.common.checkpoint_kv_cache", AROUND, prefix.checkpoint),
     Hook("model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size", AFTER, sizing.cell_size),
     Hook("model_executor.pool_configurator.DefaultPoolConfigurator.calculate_pool_sizes", AROUND, sizing.pool_sizes),
-    Hook(
-        "managers.schedule_policy.PrefillAdder._get_running_request_total_token_offset", AFTER, admission.running_offset
-    ),
+    Hook("managers.schedule_policy.PrefillAdder._get_running_request_total_token_offset", AFTER, admission.growth),
     Hook("managers.schedule_policy.PrefillAdder.add_one_req", AROUND, admission.add_request),
     Hook("managers.schedule_policy.PrefillAdder.add_chunked_req", AROUND, admission.add_request),
     Hook("managers.tp_worker.TpModelWorker.get_worker_info", AFTER, admission.worker_info),
     Hook("managers.scheduler.Scheduler.init_req_max_new_tokens", AROUND, admission.arrive),
-    Hook("managers.scheduler.Scheduler.get_init_info", AFTER, ready.report_ready),
+    Hook("managers.scheduler.Scheduler.get_init_info", AFTER, ready.report),
     Hook("managers.scheduler.Scheduler.get_output_streamer_class", AFTER, output.output_streamer_class),
     Hook(
         "managers.scheduler_components.pool_stats_observer.PoolStats.get_decode_usage_msg_parts",
@@ -86,11 +84,9 @@ SCHEDULER = (
 )
 QUERIES = (Hook("layers.attention.base_attn_backend.AttentionBackend.forward", BEFORE, forward.capture_queries),)
 """Only for policies that score with queries."""
-CONTROLLER = (
-    Hook("managers.data_parallel_controller.DataParallelController.get_init_info", AFTER, ready.forward_ready),
-)
+CONTROLLER = (Hook("managers.data_parallel_controller.DataParallelController.get_init_info", AFTER, ready.hand_on),)
 FRONTEND = (
-    Hook("entrypoints.engine._wait_for_scheduler_ready", AFTER, ready.require_ready),
+    Hook("entrypoints.engine._wait_for_scheduler_ready", AFTER, ready.require),
     Hook("managers.tokenizer_manager.TokenizerManager._validate_one_request", BEFORE, frontend.check),
     Hook("managers.tokenizer_manager.TokenizerManager.update_request_meta_info", AROUND, frontend.fold_meta_info),
     Hook("managers.tokenizer_manager.TokenizerManager.generate_request", AROUND, frontend.remember_eviction),

@@ -38,7 +38,7 @@ def test_every_hook_is_found_on_its_live_target(policy: str) -> None:
         from sgl_vase import EvictionConfig
         from sgl_vase_srt import install
         from sgl_vase_srt.engine import current
-        current.serve_with(EvictionConfig(policy={policy!r}))
+        current.config = EvictionConfig(policy={policy!r})
         import sglang.srt.entrypoints.engine
         from sglang.srt.plugins import load_plugins
         load_plugins()
@@ -65,7 +65,7 @@ def test_a_missing_hook_is_noticed(sabotage: str) -> None:
         from sgl_vase import EvictionConfig
         from sgl_vase_srt import install
         from sgl_vase_srt.engine import current
-        current.serve_with(EvictionConfig())
+        current.config = EvictionConfig()
         import sglang.srt.managers.scheduler
         from sglang.srt.plugins import load_plugins
         load_plugins()
@@ -119,9 +119,9 @@ def test_a_scheduler_without_the_plugin_is_refused(monkeypatch: pytest.MonkeyPat
     from sgl_vase import EvictionConfig
 
     monkeypatch.setattr(current, "config", EvictionConfig())
-    ready.require_ready([{"eviction_ready": "vase-attnv"}])
+    ready.require([{"eviction_ready": "vase-attnv"}])
     with pytest.raises(RuntimeError, match="runs without the sgl_vase plugin"):
-        ready.require_ready([{"eviction_ready": "vase-attnv"}, {"status": "ready"}])
+        ready.require([{"eviction_ready": "vase-attnv"}, {"status": "ready"}])
 
 
 def test_every_hook_says_why_it_is_there() -> None:

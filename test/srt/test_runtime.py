@@ -28,7 +28,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     pool = KVPool.from_slots([slots.clone()], [slots.clone()])
     rows = torch.arange(64 * 16, dtype=torch.int32).reshape(64, 16)
     built = Runtime(CONFIG, Rounds(policy_class(CONFIG.policy)(), pool, CONFIG.buffer), rows, 1, 64 * 16)
-    monkeypatch.setattr(current, "_runtime", built)
+    monkeypatch.setattr(current, "attached", built)
     return built
 
 

@@ -81,7 +81,7 @@ class World:
         pool = KVPool.from_slots(self.kv.k_buffer, self.kv.v_buffer)
         rounds = Rounds(policy_class(CONFIG.policy)(), pool, CONFIG.buffer)
         self.runtime = Runtime(MODES[mode], rounds, self.rows.req_to_token, page_size=page, capacity=POOL)
-        current.attach(self.runtime)
+        current.attached = self.runtime
         self.running: list[Any] = []
         self.known: set[tuple[int, ...]] = set()
         self.names = itertools.count()
@@ -262,7 +262,7 @@ def operations() -> st.SearchStrategy[list[tuple[Any, ...]]]:
 @pytest.fixture
 def _no_runtime() -> Iterator[None]:
     yield
-    current._runtime = None
+    current.attached = None
 
 
 def play(page: int, mode: str, script: list[tuple[Any, ...]]) -> World:

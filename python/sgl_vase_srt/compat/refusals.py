@@ -34,12 +34,8 @@ class Refusal:
         """``ServerArgs`` fields that this refusal decides on."""
         return (_field(self.flag), *self.also)
 
-    @property
-    def name(self) -> str:
-        return f"{self.flag} {self.limit}".rstrip()
-
     def __str__(self) -> str:
-        return f"{self.name}, because {self.why} ({self.fix})"
+        return f"{f'{self.flag} {self.limit}'.rstrip()}, because {self.why} ({self.fix})"
 
 
 def _field(flag: str) -> str:
@@ -60,6 +56,14 @@ def _width(flag: str, why: str, fix: str) -> Refusal:
 def _other(flag: str, off: str, why: str, fix: str) -> Refusal:
     """Refuse any value but ``off``."""
     return Refusal(flag, lambda view: getattr(view, _field(flag)) not in (None, off), why, fix, f"other than {off}")
+
+
+def _only(flag: str, values: tuple[str, ...], why: str) -> Refusal:
+    """Refuse any value but ``values``."""
+    among = " or ".join(values)
+    return Refusal(
+        flag, lambda view: getattr(view, _field(flag)) not in values, why, f"use {among}", f"other than {among}"
+    )
 
 
 def _values(flag: str, values: tuple[str, ...], why: str, fix: str) -> Refusal:
@@ -154,13 +158,7 @@ SERVER = (
     _switch("--enable-page-major-kv-layout", "compaction expects one K and one V buffer a layer"),
     _switch("--enable-unified-memory", "the pool moves slots by itself, behind the plan of a round"),
     _switch("--prefill-only-disable-kv-cache", "there would be no KV to evict"),
-    Refusal(
-        "--kv-cache-dtype",
-        lambda view: view.kv_cache_dtype not in KV_DTYPES,
-        _UNSCALED,
-        "use auto or bf16",
-        limit=f"other than {', '.join(KV_DTYPES)}",
-    ),
+    _only("--kv-cache-dtype", KV_DTYPES, _UNSCALED),
     _other("--kv-canary", "none", _CHECKED, "drop it; SGLANG_CHECK_KV_PAGE_INVARIANTS=1 works"),
     # Kernels and devices.
     Refusal(
@@ -171,13 +169,7 @@ SERVER = (
         limit="or the one for prefill or decode (chosen or default) not in the list",
         also=("prefill_attention_backend", "decode_attention_backend"),
     ),
-    Refusal(
-        "--device",
-        lambda view: view.device not in DEVICES,
-        "its KV pool has a layout of its own",
-        f"use {' or '.join(DEVICES)}",
-        limit=f"other than {' and '.join(DEVICES)}",
-    ),
+    _only("--device", DEVICES, "its KV pool has a layout of its own"),
     Refusal(
         "--cuda-graph-backend-prefill",
         _prefill_graph_hides_queries,
@@ -229,7 +221,7 @@ SERVER = (
 
 
 def _layer_types(config: Any) -> set[str]:
-    return {*(getattr(config.hf_text_config, "layer_types", None) or ())}
+    return {*(_text(config, "layer_types") or ())}
 
 
 def _is_hybrid(config: Any) -> bool:
@@ -243,90 +235,81 @@ def _kv_is_quantized(config: Any) -> bool:
     return bool((quantization.get("quantization") or quantization).get("kv_cache_quant_algo"))
 
 
-_OTHER_MODEL = "serve a decoder with plain causal attention"
+def _text(config: Any, name: str) -> Any:
+    return getattr(config.hf_text_config, name, None)
+
+
+def _model(
+    name: str, when: Callable[[Any], Any], why: str, fix: str = "serve a decoder with plain causal attention"
+) -> Refusal:
+    return Refusal(name, lambda config: bool(when(config)), why, fix)
+
 
 MODEL = (
-    Refusal(
+    _model(
         "multi-head latent attention",
         lambda config: config.attention_arch.name == "MLA",
         "all heads share one latent a token, so no head can keep its own tokens",
-        _OTHER_MODEL,
     ),
-    Refusal(
+    _model(
         "state-space, linear and hybrid layers",
         lambda config: (
             config.attention_arch.name == "SSM"
             or _is_hybrid(config)
-            or bool(_layer_types(config) - {"full_attention", "attention", "sliding_attention", "chunked_attention"})
+            or _layer_types(config) - {"full_attention", "attention", "sliding_attention", "chunked_attention"}
         ),
         "their state is not made of tokens, and its checkpoints go by row length",
-        _OTHER_MODEL,
     ),
-    Refusal(
+    _model(
         "sliding-window and chunked attention",
         lambda config: (
             config.is_hybrid_swa
             or config.is_local_attention_model
-            or bool(config.attention_chunk_size)
-            or bool(_layer_types(config) & {"sliding_attention", "chunked_attention"})
+            or config.attention_chunk_size
+            or _layer_types(config) & {"sliding_attention", "chunked_attention"}
         ),
         _NOT_POSITIONS,
-        _OTHER_MODEL,
     ),
-    Refusal(
-        "encoder-decoder models",
-        lambda config: config.is_encoder_decoder,
-        "rows start with the encoder's tokens",
-        _OTHER_MODEL,
-    ),
-    Refusal(
+    _model("encoder-decoder models", lambda config: config.is_encoder_decoder, "rows start with the encoder's tokens"),
+    _model(
         "M-RoPE positions",
         lambda config: config.model_is_mrope,
         "decode positions are computed from the row's length",
         "serve the text model with --language-model-only, where it can",
     ),
-    Refusal(
+    _model(
         "multimodal input",
-        lambda config: bool(config.is_multimodal or config.is_audio_model),
+        lambda config: config.is_multimodal or config.is_audio_model,
         "media tokens have not been run with eviction",
         "serve the text model with --language-model-only, where it can",
     ),
-    Refusal("models that do not generate", lambda config: not config.is_generation, _EMBEDS, "drop --eviction"),
-    Refusal(
+    _model("models that do not generate", lambda config: not config.is_generation, _EMBEDS, "drop --eviction"),
+    _model(
         "n-gram embeddings",
-        lambda config: bool(config.use_ngram_embedding or config.use_engram),
+        lambda config: config.use_ngram_embedding or config.use_engram,
         "they look up earlier tokens by row length",
-        _OTHER_MODEL,
     ),
-    Refusal(
+    _model(
         "non-causal attention",
-        lambda config: (
-            getattr(config.hf_text_config, "is_causal", None) is False
-            or bool(getattr(config.hf_text_config, "use_bidirectional_attention", False))
-        ),
+        lambda config: _text(config, "is_causal") is False or _text(config, "use_bidirectional_attention"),
         "the scores follow causal attention",
-        _OTHER_MODEL,
     ),
-    Refusal("ALiBi", lambda config: getattr(config, "use_alibi", False), _NOT_POSITIONS, _OTHER_MODEL),
-    Refusal(
+    _model("ALiBi", lambda config: getattr(config, "use_alibi", False), _NOT_POSITIONS),
+    _model(
         "logit caps, learned sinks and position-dependent temperatures",
         lambda config: (
             config.has_attention_sinks
-            or any(
-                getattr(config.hf_text_config, name, None)
-                for name in ("attn_logit_softcapping", "attn_temperature_len")
-            )
+            or _text(config, "attn_logit_softcapping")
+            or _text(config, "attn_temperature_len")
         ),
         "the scores do not model them",
-        _OTHER_MODEL,
     ),
-    Refusal(
+    _model(
         "dual-chunk attention",
         lambda config: getattr(config.hf_config, "dual_chunk_attention_config", None) is not None,
         "a query has a different form for each chunk of the row",
-        _OTHER_MODEL,
     ),
-    Refusal("a quantized KV cache in the checkpoint", _kv_is_quantized, _UNSCALED, "serve a checkpoint without one"),
+    _model("a quantized KV cache in the checkpoint", _kv_is_quantized, _UNSCALED, "serve a checkpoint without one"),
 )
 
 ENVIRONMENT = (
@@ -356,6 +339,11 @@ def _beam_width(request: Any) -> int:
     return width or 1
 
 
+def _asked(name: str, why: str) -> Refusal:
+    """Refuse a field of a request that is on."""
+    return Refusal(name, lambda request: bool(getattr(request, name, False)), why, "drop it")
+
+
 REQUEST = (
     Refusal(
         "beam_width",
@@ -364,13 +352,6 @@ REQUEST = (
         "use n for independent samples",
         limit="above 1",
     ),
-    Refusal(
-        "return_routed_experts",
-        lambda request: bool(getattr(request, "return_routed_experts", False)),
-        _BY_SLOT,
-        "drop it",
-    ),
-    Refusal(
-        "return_indexer_topk", lambda request: bool(getattr(request, "return_indexer_topk", False)), _BY_SLOT, "drop it"
-    ),
+    _asked("return_routed_experts", _BY_SLOT),
+    _asked("return_indexer_topk", _BY_SLOT),
 )

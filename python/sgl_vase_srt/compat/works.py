@@ -17,7 +17,7 @@ class Works:
 
     ``tested``: end-to-end tests run it. ``argued``: it cannot reach rows, slots, lengths or positions, for
     the reason given. ``untested``: nothing speaks against it and nobody ran it. ``unused``: it is read only
-    together with something that is refused.
+    together with something that is refused. ``name_*`` stands for all fields of that beginning that no table names.
     """
 
     status: Status
@@ -196,44 +196,21 @@ _GROUPS: dict[Status, tuple[tuple[str, str, str], ...]] = {
         (
             "Speculative decoding",
             "refused: --speculative-algorithm, --decoupled-spec-role",
-            """uno_lora_path speculative_draft_model_path speculative_draft_model_revision
-            speculative_draft_load_format speculative_num_steps speculative_eagle_topk speculative_num_draft_tokens
-            speculative_dflash_block_size speculative_domino_candidate_pool_size speculative_dspark_block_size
-            speculative_dspark_sps_table_path speculative_dspark_confidence_sts_path
-            speculative_dspark_align_verify_tokens_to_graph_tier speculative_accept_threshold_single
-            speculative_accept_threshold_acc speculative_use_rejection_sampling speculative_use_block_verification
-            speculative_token_map speculative_attention_mode speculative_draft_attention_backend
-            speculative_dsa_topk_backend speculative_draft_kv_cache_dtype speculative_draft_window_size
-            speculative_draft_sink_size speculative_moe_runner_backend speculative_moe_a2a_backend
-            speculative_enable_w4a4_mxfp4_megamoe speculative_draft_model_quantization
-            _speculative_draft_quantization_explicitly_set speculative_boundary_reduction enable_multi_layer_eagle
-            speculative_adaptive speculative_adaptive_config decoupled_spec_bind_endpoint
-            decoupled_spec_connect_endpoints decoupled_spec_rank spec_trace_dir speculative_ngram_min_bfs_breadth
-            speculative_ngram_max_bfs_breadth speculative_ngram_match_type speculative_ngram_max_trie_depth
-            speculative_ngram_capacity speculative_ngram_external_corpus_path
-            speculative_ngram_external_sam_budget speculative_ngram_external_corpus_max_tokens
+            """uno_lora_path speculative_* _speculative_* enable_multi_layer_eagle decoupled_spec_* spec_trace_dir
             decrypted_draft_config_file enable_draft_weights_cpu_backup""",
         ),
         (
             "Prefill and decode in different servers, encoders apart",
             "refused: --disaggregation-mode, --enable-pdmux, --encoder-only, --language-only",
-            """disaggregation_transfer_backend disaggregation_bootstrap_port disaggregation_ib_device
-            disaggregation_decode_enable_radix_cache disaggregation_decode_extra_slots
-            disaggregation_decode_polling_interval disaggregation_enable_kv_checksum
-            disaggregation_decode_host_receive_threshold disaggregation_decode_allocation_policy
-            num_reserved_decode_tokens optimistic_prefill_attempts encoder_transfer_backend encoder_urls
-            encoder_bootstrap_port encoder_register_urls enable_adaptive_dispatch_to_encoder pdmux_config_path
-            sm_group_num""",
+            """disaggregation_* num_reserved_decode_tokens optimistic_prefill_attempts encoder_transfer_backend
+            encoder_urls encoder_bootstrap_port encoder_register_urls enable_adaptive_dispatch_to_encoder
+            pdmux_config_path sm_group_num""",
         ),
         (
             "Other tiers of KV",
             "refused: --enable-hierarchical-cache, --hicache-storage-backend, --enable-hisparse, --enable-lmcache, …",
-            """hicache_host_memory_mode hicache_ratio hicache_size hicache_host_memory_fraction hicache_write_policy
-            hicache_io_backend hicache_mem_layout hicache_storage_prefetch_policy
-            hicache_storage_backend_extra_config hicache_storage_prefetch_retry_poll_interval
-            hicache_storage_prefetch_retry_max_attempts unified_cache_external_linker_backend
-            unified_cache_external_linker_config enable_linker_mla_dedup hisparse_config lmcache_config_file
-            flexkv_config_file""",
+            """hicache_* unified_cache_external_linker_backend unified_cache_external_linker_config
+            enable_linker_mla_dedup hisparse_config lmcache_config_file flexkv_config_file""",
         ),
         (
             "Quantized KV",
@@ -254,25 +231,19 @@ _GROUPS: dict[Status, tuple[tuple[str, str, str], ...]] = {
             "refused by the model check",
             """c128_page_size swa_full_tokens_ratio _swa_full_tokens_ratio_explicitly_set swa_prefix_tails
             disable_hybrid_swa_memory disable_chunked_prefix_cache enable_encoder_swa_bounded_replay
-            enable_decoder_swa_bounded_replay max_mamba_cache_size mamba_full_memory_ratio mamba_backend
-            mamba_ssm_dtype mamba_max_states_per_path enable_mamba_cache_stochastic_rounding
-            mamba_cache_philox_rounds mamba_radix_cache_strategy uses_mamba_radix_cache mamba_track_interval
-            enable_int8_mamba_checkpoint int8_mamba_ckpt_size linear_attn_backend linear_attn_decode_backend
-            linear_attn_prefill_backend linear_attn_verify_backend enable_linear_replayssm
-            linear_replayssm_cache_len enable_linear_replayssm_spec enable_scattered_sconv
-            flashinfer_mla_disable_ragged dsa_prefill_backend dsa_decode_backend dsa_paged_mqa_logits_backend
-            dsa_topk_backend dsa_triton_union enable_dsa_fused_indexer dsv4_prefill_backend dsv4_attn_backend
-            enable_deepseek_v4_fp4_indexer qsa_indexer_dtype cuda_graph_prefill_max_context ple_offload_embedding
-            ple_offload_backend ple_offload_dir""",
+            enable_decoder_swa_bounded_replay max_mamba_cache_size mamba_* enable_mamba_cache_stochastic_rounding
+            uses_mamba_radix_cache enable_int8_mamba_checkpoint int8_mamba_ckpt_size linear_attn_*
+            enable_linear_replayssm linear_replayssm_cache_len enable_linear_replayssm_spec enable_scattered_sconv
+            flashinfer_mla_disable_ragged dsa_* enable_dsa_fused_indexer dsv4_* enable_deepseek_v4_fp4_indexer
+            qsa_indexer_dtype cuda_graph_prefill_max_context ple_offload_embedding ple_offload_backend
+            ple_offload_dir""",
         ),
         (
             "Multimodal input",
             "refused by the model check",
-            """enable_multimodal mm_attention_backend enable_precise_embedding_interpolation
-            enable_broadcast_mm_inputs_process enable_prefix_mm_cache mm_enable_dp_encoder mm_process_config
-            mm_processor_worker_num mm_io_worker_num allowed_media_domains media_url_max_file_size_mb
-            mm_preprocess_cache_size_mb trust_mm_content_hashes limit_mm_data_per_request enable_mm_global_cache
-            mm_global_cache_backend image_processor_backend disable_fast_image_processor mm_feature_transport
+            """enable_multimodal mm_* enable_precise_embedding_interpolation enable_broadcast_mm_inputs_process
+            enable_prefix_mm_cache allowed_media_domains media_url_max_file_size_mb trust_mm_content_hashes
+            limit_mm_data_per_request enable_mm_global_cache image_processor_backend disable_fast_image_processor
             asr_max_buffer_seconds asr_max_concurrent_sessions""",
         ),
         (

@@ -65,6 +65,6 @@ def build(runner: ModelRunner, config: EvictionConfig, counters: Counters | None
         kv.size // (-(-config.footprint() // kv.page_size) * kv.page_size),
         config.footprint(),
         ring.slots if ring is not None else 0,
-        ring.nbytes / 2**20 if ring is not None else 0.0,
+        ring.data.nbytes / 2**20 if ring is not None else 0.0,
     )
     return Runtime(config, rounds, req_to_token, kv.page_size, kv.size, counters)

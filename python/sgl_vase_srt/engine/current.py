@@ -1,4 +1,4 @@
-"""What this process serves with. The only state of the package that is global; each part is set once."""
+"""What this process serves with. The only state of the package that is global; each part is assigned once."""
 
 from __future__ import annotations
 
@@ -11,16 +11,11 @@ if TYPE_CHECKING:
     from sgl_vase_srt.engine.runtime import Runtime
 
 config: EvictionConfig | None = None
-"""Set where the server args arrive, before SGLang loads its plugins; ``None``: eviction is off."""
+"""From the server args, before SGLang loads its plugins; ``None``: eviction is off."""
 counters: Counters | None = None
-"""Set when SGLang creates its own metrics, if it does."""
-_runtime: Runtime | None = None
-
-
-def serve_with(chosen: EvictionConfig) -> None:
-    """Make ``chosen`` the configuration of this process."""
-    global config
-    config = chosen
+"""From SGLang's metrics collector, if this scheduler has one."""
+attached: Runtime | None = None
+"""From the model worker of this scheduler, once it has its pools."""
 
 
 def settings() -> EvictionConfig:
@@ -29,19 +24,7 @@ def settings() -> EvictionConfig:
     return config
 
 
-def count_in(created: Counters) -> None:
-    """Make ``created`` the counters of the runtime to come."""
-    global counters
-    counters = created
-
-
-def attach(built: Runtime) -> None:
-    """Make ``built`` the runtime of this scheduler process."""
-    global _runtime
-    _runtime = built
-
-
 def runtime() -> Runtime:
-    """The runtime of this scheduler process: there is one once the model worker has its pools."""
-    assert _runtime is not None
-    return _runtime
+    """The runtime of this scheduler, for hooks that are called once it is attached."""
+    assert attached is not None
+    return attached

@@ -37,10 +37,6 @@ class QueryRing:
         self._moves: dict[int, int] = {}
 
     @property
-    def nbytes(self) -> int:
-        return self.data.nbytes + self.table.nbytes
-
-    @property
     def window(self) -> int:
         return self.data.shape[2]
 

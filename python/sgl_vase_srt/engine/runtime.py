@@ -28,14 +28,6 @@ Window = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass
-class Totals:
-    """Counted since the start of the process."""
-
-    evictions: int = 0
-    evicted_tokens: int = 0
-
-
-@dataclass
 class Runtime:
     """Eviction in one scheduler process. ``req_to_token``: int32 ``[rows, context]``, SGLang's table of slots."""
 
@@ -46,7 +38,8 @@ class Runtime:
     capacity: int
     """Tokens of the KV pool."""
     counters: Counters | None = None
-    totals: Totals = field(default_factory=Totals)
+    evictions: int = 0
+    evicted_tokens: int = 0
     capture: bool | Window = True
     """Queries of the forward at hand to keep: none, every row's (decode; also while graphs are captured), or
     ``window_tokens`` of an extend."""
@@ -220,8 +213,8 @@ class Runtime:
         state.evictions += 1
         state.evicted_tokens += evicted
         state.kept = plan.keep
-        self.totals.evictions += 1
-        self.totals.evicted_tokens += evicted
+        self.evictions += 1
+        self.evicted_tokens += evicted
         if self.counters is not None:
             self.counters.planned(evicted, first=state.evictions == 1)
         return evicted

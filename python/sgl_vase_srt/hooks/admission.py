@@ -38,7 +38,7 @@ def headroom(req: Req, tree_cache: Any) -> float:
     return min(max(0, config.footprint() - held) + shared, max(0, runtime.capacity - held - 2 * runtime.page_size))
 
 
-def running_offset(offset: float, adder: PrefillAdder, req: Req) -> float:
+def growth(offset: float, adder: PrefillAdder, req: Req) -> float:
     """Expect a running row to grow to its footprint at most.
 
     One that may outgrow the pool has its whole footprint reserved: it could not come back from a retraction.

@@ -30,26 +30,22 @@ def forget(_: None, req: Req) -> None:
     req.eviction_state = None
 
 
-def _can_return(req: Req) -> bool:
-    """Whether a prefill could bring back the request's prompt and outputs."""
-    return current.runtime().fits(req.seqlen)
-
-
 def retraction_order(order: list[int], reqs: list[Req]) -> list[int]:
     """Retract last what cannot come back: a retracted request prefills its whole logical length."""
-    return sorted(order, key=lambda i: _can_return(reqs[i]))
+    return sorted(order, key=lambda i: current.runtime().fits(reqs[i].seqlen))
 
 
 def requeue(original: Callable[..., None], scheduler: Scheduler, req: Req, is_retracted: bool = False) -> None:
     """End a retracted request that no prefill can bring back with an error: it would block the queue."""
-    if not req.is_retracted or _can_return(req):  # a pause does not pass the argument
+    runtime = current.runtime()
+    if not req.is_retracted or runtime.fits(req.seqlen):  # a pause does not pass the argument
         original(scheduler, req, is_retracted=is_retracted)
         return
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
     from sglang.srt.managers.scheduler import _make_abort_req
 
     req.to_finish = FINISH_ABORT(
-        f"Retracted after {req.seqlen} tokens, more than the KV pool of {current.runtime().capacity} holds at once: it "
+        f"Retracted after {req.seqlen} tokens, more than the KV pool of {runtime.capacity} holds at once: it "
         "cannot be prefilled again. Raise --max-total-tokens or lower --max-running-requests.",
         status_code=HTTPStatus.SERVICE_UNAVAILABLE,
     )

@@ -56,10 +56,8 @@ def add_to_usage(usage: Any, *_: Any, **__: Any) -> Any:
     """Add the record to the OpenAI usage block, summed over its choices."""
     if seen := _answered.get():
         records = list(seen.values())
-        usage.eviction = {
-            **records[0],
-            **{key: sum(r[key] for r in records) for key in ("evictions", "evicted_tokens", "kv_tokens")},
-        }
+        sums = {key: sum(r[key] for r in records) for key in ("evictions", "evicted_tokens", "kv_tokens")}
+        usage.eviction = records[0] | sums
     return usage
 
 

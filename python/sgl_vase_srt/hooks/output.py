@@ -32,10 +32,10 @@ def output_streamer_class(base: type[SchedulerOutputStreamer], *_: Any) -> type[
 
 def decode_log_parts(parts: list[str], *_: Any) -> list[str]:
     """The decode log line shows evictions."""
-    totals = current.runtime().totals
-    return [*parts, f"#evictions: {totals.evictions}, #evicted-token: {totals.evicted_tokens}"]
+    runtime = current.runtime()
+    return [*parts, f"#evictions: {runtime.evictions}, #evicted-token: {runtime.evicted_tokens}"]
 
 
 def create_counters(_: None, collector: Any, labels: dict[str, str], *args: Any, **kwargs: Any) -> None:
     """Prometheus counters live in the collector's multiprocess registry."""
-    current.count_in(Counters(labels))
+    current.counters = Counters(labels)
