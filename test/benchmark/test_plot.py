@@ -54,6 +54,7 @@ def test_decode_is_compared_with_the_ideal_without_the_prefill() -> None:
 
 def test_both_baselines_have_a_column_and_the_first_rows() -> None:
     assert [variant.name for variant in throughput.BASELINES] == list(plot.BASELINES)
+    assert throughput.OFF.name == plot.OFF
     rates = {"vase": 20.0, plot.BASELINES[0]: 10.0, plot.BASELINES[1]: 8.0}
     lines = plot.table([row("poisson", name, 256, 2048, rate) for name, rate in rates.items()]).splitlines()
     assert [line.split(" | ")[0] for line in lines[-3:]] == [
@@ -73,8 +74,24 @@ def test_a_cell_is_of_the_rows_that_counted_it() -> None:
 
 def test_a_folder_without_rows_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        plot.main([str(tmp_path)])
-    assert f"{tmp_path}: no rows.jsonl there" in capsys.readouterr().err
+        throughput.main(["--model", "any", "--out", str(tmp_path), "--redraw"])
+    assert f"--out {tmp_path}: no rows.jsonl there" in capsys.readouterr().err
+
+
+def test_the_summary_has_a_line_a_scenario_and_size() -> None:
+    best = row("steady", throughput.IDEAL, 512, 64, 10.0)
+    some = [best, *ROWS, row("equal-batch", plot.OFF, 256, 2048, 11.0), row("equal-batch", "stock", 512, 4096, 9.0)]
+    held = [{**one, "peak_kv_tokens": 300 + (one is best)} for one in some]
+    first, _, *lines = plot.summary(held).splitlines()
+    assert first == (
+        "| scenario | size | turns | compared with | speed, `vase` | peak KV tokens, full cache "
+        "| peak KV tokens, `vase` |"
+    )
+    assert lines == [
+        "| equal-batch | 8 x 2048 out, budget 256 | 2 | stock | 2.50 (2.00–3.00) | 300 | 300 |",
+        "| equal-batch | 8 x 4096 out, budget 512 | 1 | stock | 5.00 | 300 | 300 |",
+        "| steady | 8 x 64 out, budget 512 | 0 | ideal | – | 301 | – |",
+    ]
 
 
 def test_no_ratio_across_calls() -> None:
