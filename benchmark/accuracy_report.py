@@ -25,6 +25,7 @@ FULL: Key = ("full", "-", "1")
 CONTROL, OURS = "random", "vase-attnv"
 RESAMPLES = 10_000
 BEGIN = "<!-- generated: python -m benchmark.accuracy -->"
+BEGIN_SUMMARY = "<!-- generated: python -m benchmark.accuracy, summary -->"
 
 LOOP_NGRAM, LOOP_TIMES, LOOP_TOKENS = 64, 3, 128
 
@@ -152,13 +153,12 @@ def table(task: str, label: str, prefix: str, chosen: dict[Key, list[Row]]) -> l
     field = finest(full)
     best_first = sorted(variants.items(), key=lambda pair: (pair[0] != FULL, -pass_at_1(pair[1], field)[0]))
     for key, found in best_first:
-        mean, error = pass_at_1(found)
         cut = [row["kv_tokens"] for row in found if row["evictions"]]
         cells = [
             f"`{key[0]}`" if key != FULL else "full",
             str(found[0]["budget"] or "–"),
             f"{np.mean(cut):.0f}" if cut else "–",
-            f"{100 * mean:.1f} ± {100 * error:.1f}",
+            _percent(found, "correct"),
             *(_signed(difference(found, chosen[r])) if r != key else "–" for r in references.values()),
             _signed(difference(found, full)) if key != FULL else "–",
             f"{np.mean([row['tokens'] for row in found]):.0f}",
@@ -166,7 +166,7 @@ def table(task: str, label: str, prefix: str, chosen: dict[Key, list[Row]]) -> l
             f"{100 * np.mean([row['evictions'] > 0 for row in found]):.0f}",
         ]
         if in_parts:
-            cells.insert(4, "{:.1f} ± {:.1f}".format(*(100 * value for value in pass_at_1(found, "partial"))))
+            cells.insert(4, _percent(found, "partial"))
         if published:
             cells.insert(4, _published(task, key[0]))
         lines.append(_line(cells))
@@ -187,15 +187,48 @@ def tables(rows: Sequence[Row], runs: dict[str, Any]) -> str:
         lines += [
             f"### {task}",
             "",
-            f"{run['model']}: {len(by_problem(chosen[FULL]))} problems, samples of each {run['samples']}, temperature "
-            f"{run['temperature']}, top-p {run['top_p']}, at most {run['new_tokens']} new tokens, buffer "
-            f"{run['buffer']}, seed {run['seed']}. Mean trace of the full cache: {mean_trace(chosen[FULL]):.0f} "
-            f"tokens, {np.mean([row['prompt_tokens'] for row in chosen[FULL]]):.0f} of them prompt. {run['versions']}.",
+            f"Model: {run['model']}. Problems: {len(by_problem(chosen[FULL]))}, samples of each: {run['samples']}. "
+            f"Temperature: {run['temperature']}, top-p: {run['top_p']}, output limit: {run['new_tokens']} tokens, "
+            f"buffer: {run['buffer']} tokens, seed: {run['seed']}. With the full cache, prompt and answer together "
+            f"have {mean_trace(chosen[FULL]):.0f} tokens on average, of which the prompt has "
+            f"{np.mean([row['prompt_tokens'] for row in chosen[FULL]]):.0f}. Versions: {run['versions']}.",
             "",
         ]
         for label, prefix in dict.fromkeys((key[2], key[1]) for key in chosen if key != FULL):
             lines += [f"#### {_title(label)}, prefix {prefix}", "", *table(task, label, prefix, chosen)]
     return "\n".join(lines)
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """A table a task: policies without options against compressions and prefix modes, best first in the first."""
+    lines = []
+    for task, chosen in grouped(rows).items():
+        if FULL not in chosen:
+            continue
+        field = finest(chosen[FULL])
+        columns = list(dict.fromkeys((prefix, label) for _, prefix, label in chosen if (prefix, label) != FULL[1:]))
+        policies = dict.fromkeys(variant for variant, *_ in chosen if variant != FULL[0] and ":" not in variant)
+        cells = {policy: [chosen.get((policy, *column), []) for column in columns] for policy in policies}
+        best_first = sorted(cells, key=lambda policy: -pass_at_1(cells[policy][0], field)[0] if cells[policy][0] else 0)
+        measure = "parts right" if field == "partial" else "pass@1"
+        head = [f"{task}: {measure}, %", *(f"{_title(label)}, {prefix}" for prefix, label in columns)]
+        lines += [_line(head), "|" + "---|" * len(head)]
+        lines.append(_line(["full", *[_percent(chosen[FULL], field)] * len(columns)]))
+        lines += [_line([f"`{policy}`", *(_percent(found, field) for found in cells[policy])]) for policy in best_first]
+        lines.append(_line(["KV tokens held", *(_held(found) for found in zip(*cells.values(), strict=True))]))
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _percent(rows: Sequence[Row], field: str) -> str:
+    return "{:.1f} ± {:.1f}".format(*(100 * value for value in pass_at_1(rows, field))) if rows else "–"
+
+
+def _held(variants: Sequence[Sequence[Row]]) -> str:
+    """Range over variants of the mean that an evicted request held."""
+    cut = [[row["kv_tokens"] for row in rows if row["evictions"]] for rows in variants]
+    means = [np.mean(tokens) for tokens in cut if tokens]
+    return f"{min(means):.0f}–{max(means):.0f}" if means else "–"
 
 
 def _title(label: str) -> str:
@@ -249,8 +282,11 @@ def plots(rows: Sequence[Row], out: Path) -> list[str]:
     return names
 
 
-def report(out: Path, docs: Path | None = None) -> Path:
-    """Redraw tables and plots from ``rows.jsonl`` and ``runs.json`` alone; the file that holds them."""
+def report(out: Path, docs: Path | None = None, brief: Path | None = None) -> Path:
+    """Redraw tables and plots from ``rows.jsonl`` and ``runs.json`` alone; the file that holds them.
+
+    ``docs`` and ``brief`` are Markdown files that get the tables with the plots, and the summary.
+    """
     rows = [json.loads(line) for line in (out / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
     body, names = tables(rows, json.loads((out / "runs.json").read_text(encoding="utf-8"))), plots(rows, out)
     target = out / "table.md"
@@ -258,4 +294,6 @@ def report(out: Path, docs: Path | None = None) -> Path:
     if docs is not None:
         rewrite(docs, BEGIN, body + pictures(docs, out, names))
         target = docs
+    if brief is not None:
+        rewrite(brief, BEGIN_SUMMARY, summary(rows))
     return target
