@@ -25,6 +25,7 @@ FULL: Key = ("full", "-", "1")
 CONTROL, OURS = "random", "vase-attnv"
 RESAMPLES = 10_000
 BEGIN = "<!-- generated: python -m benchmark.accuracy -->"
+BEGIN_SUMMARY = "<!-- generated: python -m benchmark.accuracy, summary -->"
 
 LOOP_NGRAM, LOOP_TIMES, LOOP_TOKENS = 64, 3, 128
 
@@ -166,15 +167,43 @@ def tables(rows: Sequence[Row], runs: dict[str, Any]) -> str:
         lines += [
             f"### {task}",
             "",
-            f"{run['model']}: {len(by_problem(chosen[FULL]))} problems, samples of each {run['samples']}, temperature "
-            f"{run['temperature']}, top-p {run['top_p']}, at most {run['new_tokens']} new tokens, buffer "
-            f"{run['buffer']}, seed {run['seed']}. Mean trace of the full cache: {mean_trace(chosen[FULL]):.0f} "
-            f"tokens, {np.mean([row['prompt_tokens'] for row in chosen[FULL]]):.0f} of them prompt. {run['versions']}.",
+            f"Model: {run['model']}. Problems: {len(by_problem(chosen[FULL]))}, samples of each: {run['samples']}. "
+            f"Temperature: {run['temperature']}, top-p: {run['top_p']}, output limit: {run['new_tokens']} tokens, "
+            f"buffer: {run['buffer']} tokens, seed: {run['seed']}. With the full cache, prompt and answer together "
+            f"have {mean_trace(chosen[FULL]):.0f} tokens on average, of which the prompt has "
+            f"{np.mean([row['prompt_tokens'] for row in chosen[FULL]]):.0f}. Versions: {run['versions']}.",
             "",
         ]
         for label, prefix in dict.fromkeys((key[2], key[1]) for key in chosen if key != FULL):
             lines += [f"#### {_title(label)}, prefix {prefix}", "", *table(task, label, prefix, chosen)]
     return "\n".join(lines)
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """A table a task: policies without options against compressions and prefix modes, best first in the first."""
+    lines = []
+    for task, chosen in grouped(rows).items():
+        if FULL not in chosen:
+            continue
+        field = finest(chosen[FULL])
+        columns = list(dict.fromkeys((prefix, label) for _, prefix, label in chosen if (prefix, label) != FULL[1:]))
+        policies = dict.fromkeys(variant for variant, *_ in chosen if variant != FULL[0] and ":" not in variant)
+        cells = {policy: [chosen.get((policy, *column), []) for column in columns] for policy in policies}
+        best_first = sorted(cells, key=lambda policy: -pass_at_1(cells[policy][0], field)[0] if cells[policy][0] else 0)
+        measure = "parts right" if field == "partial" else "pass@1"
+        head = [f"{task}: {measure}, %", *(f"{_title(label)}, {prefix}" for prefix, label in columns)]
+        found = [["full", *[_percent(chosen[FULL], field)] * len(columns)]]
+        found += [[f"`{policy}`", *(_percent(some, field) for some in cells[policy])] for policy in best_first]
+        found.append(["KV tokens held", *(_held(some) for some in zip(*cells.values(), strict=True))])
+        lines += [*markdown_table([dict(zip(head, row, strict=True)) for row in found]), ""]
+    return "\n".join(lines)
+
+
+def _held(variants: Sequence[Sequence[Row]]) -> str:
+    """Range over variants of the mean that an evicted request held."""
+    cut = [[row["kv_tokens"] for row in rows if row["evictions"]] for rows in variants]
+    means = [np.mean(tokens) for tokens in cut if tokens]
+    return f"{min(means):.0f}–{max(means):.0f}" if means else "–"
 
 
 def _percent(rows: Sequence[Row], field: str) -> str:
@@ -232,8 +261,11 @@ def plots(rows: Sequence[Row], out: Path) -> list[str]:
     return names
 
 
-def report(out: Path, docs: Path | None = None) -> Path:
-    """Redraw tables and plots from ``rows.jsonl`` and ``runs.json`` alone; the file that holds them."""
+def report(out: Path, docs: Path | None = None, brief: Path | None = None) -> Path:
+    """Redraw tables and plots from ``rows.jsonl`` and ``runs.json`` alone; the file that holds them.
+
+    ``docs`` and ``brief`` are Markdown files that get the tables with the plots, and the summary.
+    """
     rows = read(out / "rows.jsonl")
     body, names = tables(rows, json.loads((out / "runs.json").read_text(encoding="utf-8"))), plots(rows, out)
     target = out / "table.md"
@@ -241,4 +273,6 @@ def report(out: Path, docs: Path | None = None) -> Path:
     if docs is not None:
         rewrite(docs, BEGIN, body + pictures(docs, out, names))
         target = docs
+    if brief is not None:
+        rewrite(brief, BEGIN_SUMMARY, summary(rows))
     return target

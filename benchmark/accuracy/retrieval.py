@@ -128,8 +128,9 @@ def key(row: Row) -> tuple[Any, ...]:
 def tables(rows: Sequence[Row], run: dict[str, Any]) -> str:
     """Share of right answers, a table for each test, mode and budget; an asterisk where nothing was evicted."""
     lines = [
-        f"{run['model']}, {run['samples']} contexts a cell, buffer {BUFFER}, greedy, seed {run['seed']}; percent "
-        f"right, * where no request was evicted. {run['versions']}.",
+        f"Model: {run['model']}, greedy decoding, buffer: {BUFFER} tokens, seed: {run['seed']}. Columns are lengths of "
+        f"the context in tokens. A cell is the percentage of right answers over {run['samples']} contexts. An asterisk "
+        f"marks a cell in which no request was evicted. Versions: {run['versions']}.",
         "",
     ]
     found: dict[tuple[Any, ...], dict[tuple[str, int], list[Row]]] = defaultdict(lambda: defaultdict(list))
@@ -140,7 +141,7 @@ def tables(rows: Sequence[Row], run: dict[str, Any]) -> str:
             continue
         whole = found[test, mode, 0]
         lengths = sorted({length for _, length in cells})
-        lines += [f"#### {test}, {mode}, T {budget}", "", f"| | {' | '.join(f'{n:,}' for n in lengths)} |"]
+        lines += [f"#### {test}, {mode}, T {budget}", "", f"| policy | {' | '.join(f'{n:,}' for n in lengths)} |"]
         lines.append("|" + "---|" * (len(lengths) + 1))
         for policy in dict.fromkeys([FULL, *(policy for policy, _ in cells)]):
             source = whole if policy == FULL else cells

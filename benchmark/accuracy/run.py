@@ -289,7 +289,7 @@ def parser() -> argparse.ArgumentParser:
     add("--server-flags", default=SERVER_FLAGS, help="flags of every server (default: %(default)s)")
     add("--quick", action="store_true", help="one policy, one budget, few problems: the plumbing, not the accuracy")
     add("--redraw", action="store_true", help="tables and plots of --out only")
-    add_docs(found)
+    add_docs(found, summary=True)
     return found
 
 
@@ -299,7 +299,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if not args.redraw:
             measure(args)
-        print(report.report(args.out, args.docs))
+        print(report.report(args.out, args.docs, args.summary))
     except (InputError, ServerError, OSError) as error:
         print(f"accuracy: {error}", file=sys.stderr)
         return 2

@@ -10,15 +10,20 @@ from pathlib import Path
 END = "<!-- end of generated -->"
 
 
-def add_docs(parser: argparse.ArgumentParser) -> None:
-    """Give a command ``--docs FILE``, which must exist: it is written after the work, and found missing before it."""
+def add_docs(parser: argparse.ArgumentParser, *, summary: bool = False) -> None:
+    """Give a command ``--docs FILE`` for its tables and, if it has a ``summary``, ``--summary FILE`` for that.
+
+    The files must exist: they are written after the work, and found missing before it.
+    """
 
     def page(name: str) -> Path:
         if not Path(name).is_file():
             raise argparse.ArgumentTypeError(f"{name}: no such file; name a Markdown file")
         return Path(name)
 
-    parser.add_argument("--docs", type=page, help="Markdown file whose generated part is rewritten")
+    parser.add_argument("--docs", type=page, help="Markdown file whose generated part is rewritten with the tables")
+    if summary:
+        parser.add_argument("--summary", type=page, help="Markdown file whose generated summary table is rewritten")
 
 
 def rewrite(page: Path, begin: str, body: str) -> None:

@@ -1,11 +1,7 @@
-"""Tables and plots of a throughput run, from its raw rows alone: ``python -m benchmark.plot DIR``.
-
-``--docs FILE`` also rewrites the generated part of a Markdown file and puts the plots beside it.
-"""
+"""Tables and plots of a throughput run, from its raw rows alone: ``python -m benchmark.throughput --redraw``."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import statistics
 from collections.abc import Callable, Sequence
@@ -17,11 +13,12 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-from benchmark.common.pages import add_docs, pictures, rewrite
+from benchmark.common.pages import pictures, rewrite
 from benchmark.common.rows import Row, markdown_table, read
-from benchmark.serving.variants import BASELINES, IDEAL
+from benchmark.serving.variants import BASELINES, IDEAL, OFF
 
-BEGIN = "<!-- generated: python -m benchmark.plot -->"
+BEGIN = "<!-- generated: python -m benchmark.throughput -->"
+BEGIN_SUMMARY = "<!-- generated: python -m benchmark.throughput, summary -->"
 
 
 def spread(values: Sequence[float], digits: int = 1) -> str:
@@ -96,7 +93,7 @@ PUBLISHED = {
 
 
 def _cell(column: Callable[[list[Row]], str], rows: list[Row]) -> str:
-    """Of the rows that have it: a dash if all were measured before the column existed."""
+    """The cell of the rows that have the value: a dash if none has, as rows of an older benchmark lack some."""
     known = []
     for row in rows:
         with contextlib.suppress(KeyError):
@@ -134,14 +131,15 @@ def table(rows: list[Row]) -> str:
     for scenario, variants in groups.items():
         some = next(iter(variants.values()))[0]
         days = sorted({row["date"] for measured in variants.values() for row in measured})
-        budget = "" if scenario.startswith("paper") else f"; budget {some['budget']}"
+        budget = "" if scenario.startswith("paper") else f" The budget is {some['budget']} tokens."
         lines += [
             f"### {scenario}",
             "",
-            f"{some['model']}: {some['requests']} requests of {some['tokens_in']} in, {some['tokens_out']} out"
-            f"{' at most' if scenario.startswith('poisson') else ''}; pool {some['pool_tokens']:,.0f} tokens"
-            f"{budget}; {some['machine']}; sglang "
-            f"{some['versions']['sglang']}, torch {some['versions']['torch']}; {', '.join(days)}.",
+            f"{some['requests']} request{'s' if some['requests'] > 1 else ''} to the model {some['model']}, "
+            f"{'at most ' if scenario.startswith('poisson') else ''}{some['tokens_in']} prompt tokens and "
+            f"{some['tokens_out']} output tokens each. The KV pool has {some['pool_tokens']:,.0f} tokens.{budget} "
+            f"Measured on {', '.join(days)} with sglang {some['versions']['sglang']} and torch "
+            f"{some['versions']['torch']} ({some['machine']}).",
             "",
         ]
         columns = {"": list(variants)}
@@ -156,6 +154,25 @@ def table(rows: list[Row]) -> str:
         rows_of_cells = zip(*columns.values(), strict=True)
         lines += [*markdown_table([dict(zip(columns, cells, strict=True)) for cells in rows_of_cells]), ""]
     return "\n".join(lines)
+
+
+def summary(rows: list[Row]) -> str:
+    """Markdown, one line a scenario and size: the speed of the evicting variants as a ratio, and peak KV tokens."""
+    groups = [variants for _, variants in sorted(grouped(rows).items())]
+    divisors = [base for base, _ in RATIOS.values()]
+    shown = dict.fromkeys(name for variants in groups for name in variants if name not in (*divisors, OFF.name))
+    head = ["scenario", "size", "turns", "compared with", *(f"speed, `{name}`" for name in shown)]
+    head += [f"peak KV tokens, {name}" for name in ("full cache", *(f"`{name}`" for name in shown))]
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    for variants in groups:
+        base, rate = next(found for found in RATIOS.values() if found[0] in variants)
+        found = {name: ratios(variants.get(name, []), variants[base], rate) for name in shown}
+        some = variants[base][0]
+        cells = [some["scenario"], size(some), str(max(map(len, found.values()), default=0)), base]
+        cells += [spread(values, 2) for values in found.values()]
+        cells += [_cell(COLUMNS["peak KV tokens"], variants.get(name, [])) for name in (base, *shown)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
 
 
 def _save(name: str, out: Path, title: str, x: str, y: str) -> None:
@@ -202,18 +219,18 @@ def plots(rows: list[Row], out: Path) -> list[str]:
     return names
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path, help="folder with rows.jsonl")
-    add_docs(parser)
-    args = parser.parse_args(argv)
-    out: Path = args.folder
-    if not (out / "rows.jsonl").is_file():
-        parser.error(f"{out}: no rows.jsonl there; name a folder that benchmark.throughput wrote to (--out)")
+def report(out: Path, docs: Path | None = None, brief: Path | None = None) -> Path:
+    """Redraw tables and plots from ``rows.jsonl`` alone; the file that holds the tables.
+
+    ``docs`` and ``brief`` are Markdown files that get the tables with the plots, and the summary.
+    """
     rows = read(out / "rows.jsonl")
-    (out / "table.md").write_text(table(rows))
-    names = plots(rows, out)
-    if args.docs is not None:
-        rewrite(args.docs, BEGIN, f"{table(rows)}\n{pictures(args.docs, out, names)}")
-    print(args.docs or out / "table.md")
-    return 0
+    body, names = table(rows), plots(rows, out)
+    target = out / "table.md"
+    target.write_text(body)
+    if docs is not None:
+        rewrite(docs, BEGIN, f"{body}\n{pictures(docs, out, names)}")
+        target = docs
+    if brief is not None:
+        rewrite(brief, BEGIN_SUMMARY, summary(rows))
+    return target

@@ -5,7 +5,7 @@
 Real servers, driven one at a time by SGLang's own client with equal work (``ignore_eos``, fixed seeds). The
 variants of a scenario stay up together and take turns (A B C, B C A, ...), so that a drifting machine hits all
 alike; ratios are formed turn by turn, within a call. Raw rows go to ``rows.jsonl`` as they are measured; a second
-call measures what is missing. ``python -m benchmark.plot DIR`` redraws tables and plots from the rows.
+call measures what is missing. ``--redraw`` makes tables and plots from the rows.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import pynvml
 import requests
 
 from benchmark.common.machine import gpus, machine
+from benchmark.common.pages import add_docs
 from benchmark.common.progress import bar
 from benchmark.common.rows import append, read
 from benchmark.serving.metrics import COUNTERS, counters, total
@@ -258,9 +259,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repetitions", type=positive, default=3)
     parser.add_argument("--quick", action="store_true", help="a few tokens: the plumbing, not the speed")
     parser.add_argument("--server-flags", default="--device cpu --sleep-on-idle", help="flags of every server")
+    parser.add_argument("--redraw", action="store_true", help="tables and plots of --out only")
+    add_docs(parser, summary=True)
     args = parser.parse_args(argv)
     from benchmark.serving import plot  # needs matplotlib: found missing before the runs, not after
 
+    if args.redraw:
+        if not (args.out / "rows.jsonl").is_file():
+            parser.error(f"--out {args.out}: no rows.jsonl there; name a folder that was measured before")
+        print(plot.report(args.out, args.docs, args.summary))
+        return 0
     args.budget = args.budget or (QUICK_BUDGET if args.quick else BUDGET)
 
     policies = list(dict.fromkeys(args.policies.split(",")))
@@ -335,4 +343,5 @@ def main(argv: Sequence[str] | None = None) -> int:
             progress.advance(task)
     for left in ("client.jsonl", "client.log"):
         (args.out / left).unlink(missing_ok=True)
-    return plot.main([str(args.out)])
+    print(plot.report(args.out, args.docs, args.summary))
+    return 0

@@ -230,7 +230,7 @@ def run(out: Path, *extra: str) -> int:
 def test_a_run_ends_in_rows_tables_and_plots_and_continues(pretended, tmp_path, capsys):
     page = tmp_path / "page.md"
     page.write_text(f"before\n{accuracy_report.BEGIN}\nold\n{pages.END}\nafter\n")
-    assert run(tmp_path / "out", "--docs", str(page)) == 0
+    assert run(tmp_path / "out", "--docs", str(page), "--summary", str(page)) == 0
     rows = [json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()]
     cells = {name: found for name, found in accuracy_report.grouped(rows)["reasoning"].items()}
     variants = [(v, "protect", c) for v in ("vase-dkv", "random") for c in ("2", "4")]
@@ -244,7 +244,10 @@ def test_a_run_ends_in_rows_tables_and_plots_and_continues(pretended, tmp_path, 
         assert [row["correct"] for row in cells[key]] == [row["seed"] % 2 == 0 for row in cells[key]]
         assert all(row["at_limit"] == row["loop"] == (not row["correct"]) for row in cells[key])
     text = page.read_text()
-    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+    assert text.startswith("before\n") and "\nafter\n" in text and "old" not in text
+    assert accuracy_report.BEGIN_SUMMARY in text.partition("\nafter\n")[2]
+    assert "| reasoning: parts right, % | 2× compression, protect | 4× compression, protect |" in text
+    assert f"| KV tokens held | {round(trace / 2)}–{round(trace / 2)} | {round(trace / 4)}–{round(trace / 4)} |" in text
     assert "| full | – | – | 100.0 ± 0.0 |" in text and "#### 4× compression, prefix protect" in text
     assert "+0.0 [+0.0, +0.0]" in text, "both policies fail on the same problems"
     assert (tmp_path / "images" / "accuracy-reasoning.png").stat().st_size > 1000

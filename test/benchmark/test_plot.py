@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from benchmark.serving import plot
-from benchmark.serving.variants import BASELINES, IDEAL
+from benchmark.serving import plot, throughput
+from benchmark.serving.variants import BASELINES, IDEAL, OFF
 
 
 def row(scenario: str, variant: str, budget: int, out: int, rate: float, repetition: int = 0) -> dict[str, Any]:
@@ -73,8 +73,24 @@ def test_a_cell_is_of_the_rows_that_counted_it() -> None:
 
 def test_a_folder_without_rows_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        plot.main([str(tmp_path)])
-    assert f"{tmp_path}: no rows.jsonl there" in capsys.readouterr().err
+        throughput.main(["--model", "any", "--out", str(tmp_path), "--redraw"])
+    assert f"--out {tmp_path}: no rows.jsonl there" in capsys.readouterr().err
+
+
+def test_the_summary_has_a_line_a_scenario_and_size() -> None:
+    best = row("steady", IDEAL, 512, 64, 10.0)
+    some = [best, *ROWS, row("equal-batch", OFF.name, 256, 2048, 11.0), row("equal-batch", "stock", 512, 4096, 9.0)]
+    held = [{**one, "peak_kv_tokens": 300 + (one is best)} for one in some]
+    first, _, *lines = plot.summary(held).splitlines()
+    assert first == (
+        "| scenario | size | turns | compared with | speed, `vase` | peak KV tokens, full cache "
+        "| peak KV tokens, `vase` |"
+    )
+    assert lines == [
+        "| equal-batch | 8 x 2048 out, budget 256 | 2 | stock | 2.50 (2.00–3.00) | 300 | 300 |",
+        "| equal-batch | 8 x 4096 out, budget 512 | 1 | stock | 5.00 | 300 | 300 |",
+        "| steady | 8 x 64 out, budget 512 | 0 | ideal | – | 301 | – |",
+    ]
 
 
 def test_no_ratio_across_calls() -> None:

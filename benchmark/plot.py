@@ -1,4 +1,0 @@
-from benchmark.serving.plot import main
-
-if __name__ == "__main__":
-    raise SystemExit(main())
