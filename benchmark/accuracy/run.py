@@ -205,17 +205,14 @@ class Runner:
             try:
                 for request, row in _drain(answers, running):
                     progress.update(bar, description=" ".join(request.cell.key))
-                    self._keep({**row, **request.cell.task.grades(request.item, row["text"])})
+                    self.rows.append({**row, **request.cell.task.grades(request.item, row["text"])})
+                    append(self.file, self.rows[-1])
                     progress.advance(bar)
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 for server in up:
                     server.stop()
                 raise
-
-    def _keep(self, row: Row) -> None:
-        append(self.file, row)
-        self.rows.append(row)
 
 
 def _drain(answers: queue.Queue[Any], running: Sequence[Future[None]]) -> Iterator[Any]:
