@@ -28,6 +28,7 @@ demo: $(VENV)/.installed-demo
 test: $(VENV)/.installed-test
 	$(PY) -m benchmark.demo_model $(DEMO_MODEL)
 	$(PYTEST) -m "$(SHORT)" $(PYTEST_ARGS)
+	@echo "Left out: the long tests (make test-all), the slow ones ($(PY) -m pytest -m slow) and those that need a GPU (-m gpu)"
 
 test-all: test
 	$(PYTEST) -m "$(LONG)" $(PYTEST_ARGS)

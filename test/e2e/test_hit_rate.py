@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from benchmark.serving.hit_rate import measure, violations, workloads
 from benchmark.serving.server import Server
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 Serve = Callable[..., Server]
 BUDGET = 256

@@ -96,6 +96,7 @@ def test_abort_and_reports_of_load(server: Server) -> None:
     assert [bool(meta["completion_tokens"]) for meta in aborted] == [True] * 3 + [False] * 2
 
 
+@pytest.mark.long
 def test_timeouts(server: Server) -> None:
     """Running and waiting requests that take too long end with HTTP 503."""
 
@@ -139,6 +140,19 @@ def test_flush_while_requests_evict(server: Server) -> None:
         assert load(server)["num_running_reqs"] == 0
     assert [answer.result()["text"] for answer in answers] == [answer["text"] for answer in quiet]
     assert generate(server.url, prompts[0], 1)["meta_info"]["cached_tokens"] == 0
+
+
+def test_readers_of_a_shared_prefix_do_not_bleed(server: Server) -> None:
+    """Four requests share a prefix in the tree and evict; each says what it says alone."""
+    prompts = [prompt_ids(0, 288) + prompt_ids(10 + i, 8) for i in range(4)]
+    together = generate_all(server.url, prompts, 200)
+    alone = [generate(server.url, prompt, 200) for prompt in prompts]
+    assert all(answer["meta_info"]["eviction"]["evictions"] >= 2 for answer in [*together, *alone])
+    assert all(answer["meta_info"]["cached_tokens"] >= 288 for answer in alone)
+    assert [a["text"] for a in together] == [a["text"] for a in alone]
+    assert len({a["text"] for a in alone}) == 4
+    reseeded = generate(server.url, prompts[0], 200, sampling={"sampling_seed": 1})
+    assert reseeded["text"] != alone[0]["text"], "the comparison cannot fail"
 
 
 def test_pause_in_place(server: Server) -> None:
@@ -187,6 +201,7 @@ def test_pause_with_retraction(server: Server) -> None:
     assert all(same[:PRIVATE])
 
 
+@pytest.mark.long
 def test_weight_updates(server: Server, tiny: Path, tmp_path: Path) -> None:
     """New weights wait for requests that run, or come while they are paused; then the tree starts over."""
     tiny_model.build(tmp_path, tiny, seed=1)
@@ -225,6 +240,7 @@ def test_weight_updates(server: Server, tiny: Path, tmp_path: Path) -> None:
     assert generate(server.url, prompt, 250)["text"] == old["text"]
 
 
+@pytest.mark.long
 def test_log_probabilities_of_a_long_prompt(server: Server) -> None:
     """A prompt that arrives in chunks beside requests that evict has the log-probabilities it has alone."""
     prompt = prompt_ids(9, 300)
@@ -293,6 +309,7 @@ def test_what_clients_ask_for(server: Server) -> None:
     assert stopped["text"] == plain["text"][: plain["text"].index(stop)]
 
 
+@pytest.mark.long
 def test_a_frontend_program_forks(server: Server) -> None:
     import sglang
 
@@ -366,6 +383,7 @@ def test_a_full_pool_retracts(server: Server) -> None:
         assert answer["meta_info"]["eviction"]["kv_tokens"] <= bound(100)
 
 
+@pytest.mark.long
 def test_long_prompt_into_a_pool_of_pinned_prefixes(server: Server) -> None:
     """Running requests pin most of the pool; a prompt that does not fit beside them waits and then runs."""
     with evicting(server, [prompt_ids(i, LONG) for i in range(3)], 400) as pinned:

@@ -13,7 +13,7 @@ from test.e2e.client import gauge, generate_all
 from test.e2e.conftest import COMMON
 from test.e2e.texts import prompt_ids
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 EVICTING = ("--eviction", "vase", "--eviction-budget", "160", "--eviction-buffer", "32", "--context-length", "4096")
 

@@ -10,7 +10,7 @@ from benchmark.serving.server import REPEATABLE, Server, flush
 from test.e2e.client import generate, generate_all
 from test.e2e.texts import QUESTIONS, STORY, chat
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 BUDGET, BUFFER = 128, 16
 SIZES = ("--eviction-budget", str(BUDGET), "--eviction-buffer", str(BUFFER), "--eviction-min-private", "32")

@@ -24,6 +24,7 @@ PAGED = (
     *("--enable-mixed-chunk", "--chunked-prefill-size", "256"),
 )
 Serve = Callable[..., Server]
+BOTH = [pytest.param(VASE, id="overlap"), pytest.param(PAGED, id="paged", marks=pytest.mark.long)]
 
 
 def expected(prompt: int, new_tokens: int, page: int = 1) -> tuple[int, int]:
@@ -38,7 +39,7 @@ def expected(prompt: int, new_tokens: int, page: int = 1) -> tuple[int, int]:
     return rounds, length
 
 
-@pytest.mark.parametrize("flags", [VASE, PAGED], ids=["overlap", "paged"])
+@pytest.mark.parametrize("flags", BOTH)
 def test_prompts_of_every_awkward_length(serve_tiny: Serve, flags: tuple[str, ...]) -> None:
     """Counters of unequal requests in one batch are those that the budget arithmetic predicts."""
     server = serve_tiny(*flags)
@@ -55,7 +56,7 @@ def test_prompts_of_every_awkward_length(serve_tiny: Serve, flags: tuple[str, ..
     flush(server.url)
 
 
-@pytest.mark.parametrize("flags", [VASE, PAGED], ids=["overlap", "paged"])
+@pytest.mark.parametrize("flags", BOTH)
 def test_resend_of_prompt_and_answer(serve_tiny: Serve, flags: tuple[str, ...]) -> None:
     """The tree learned the prompt only; the second turn is recomputed past it, as a cold server does."""
     server = serve_tiny(*flags)
@@ -143,6 +144,7 @@ def test_openai_usage_and_server_info(serve_tiny: Serve) -> None:
     assert '"eviction":{"policy":"vase-attnv"' in streamed.text
 
 
+@pytest.mark.long
 def test_a_budget_above_the_length_changes_nothing(serve_tiny: Serve) -> None:
     """Eviction on but under budget, off, and SGLang without the plugin say the same words."""
     prompts = [chat(question) for question in QUESTIONS[:2]]

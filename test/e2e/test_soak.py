@@ -34,6 +34,7 @@ def answer(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.e2e
+@pytest.mark.long
 def test_soak(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status = soak.main(["--model", str(tiny), "--requests", "100", "--seed", "3", "--mixes", "1,2", "--sample", "15"])
     said = capsys.readouterr().out.splitlines()
